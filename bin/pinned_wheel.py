@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from leank_convert.errors import LeanKError
 
-_PARTIAL = "partial"  # where pip writes to, within the folder
 
-
-def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, otherwise: str) -> Path:
-    """Download a wheel by pip into a folder, where it is whole or not at all.
+def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, otherwise: str) -> None:
+    """Download a wheel by pip into a folder, unless it is there whole.
 
     Args:
         requirement: The package, as `name==version`.
@@ -25,25 +23,13 @@ def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, oth
     Raises:
         LeanKError: If pip cannot download it, or what it downloads is another file.
     """
-    partial = folder / _PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)  # of a download that was killed
-    partial.mkdir()
-    try:
-        _run_pip(requirement, sha256, partial, flags, otherwise)
-        wheel = next(partial.glob("*.whl"))
-        return wheel.replace(folder / wheel.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _run_pip(requirement: str, sha256: str, folder: Path, flags: tuple[str, ...], otherwise: str) -> None:
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     given = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2", *flags)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *given]
-    done = subprocess.run(
-        [*command, "--dest", str(folder), "--requirement", str(wanted)], capture_output=True, text=True
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
+        wanted.write(f"{requirement} --hash=sha256:{sha256}\n")
+        wanted.flush()
+        command += ["--dest", str(folder), "--requirement", wanted.name]
+        done = subprocess.run(command, capture_output=True, text=True)
     if "DO NOT MATCH THE HASHES" in done.stderr:
         raise LeanKError(
             f"what the package index gave as {requirement} is damaged or another file: its SHA-256 is not "

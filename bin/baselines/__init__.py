@@ -28,19 +28,12 @@ from leank_convert.windows import Windows
 
 
 class Method(NamedTuple):
-    """A published baseline.
+    """A published baseline."""
 
-    Attributes:
-        layers: How a layer of each setting that is reported is made, by the setting's name.
-        on_leank: Settings beside these that there are on LeanK's kept channels alone.
-        recent_size: Tokens that stay whole beside the decoded one where the method has all channels.
-        query_window: How many of the prompt's last queries it looks at.
-    """
-
-    layers: Mapping[str, Callable[[Prompts], ComparedLayer]]
-    on_leank: Mapping[str, Callable[[Prompts], ComparedLayer]] = MappingProxyType({})
-    recent_size: int = 0
-    query_window: int = 0
+    layers: Mapping[str, Callable[[Prompts], ComparedLayer]]  # what makes one, by the setting's name
+    on_leank: Mapping[str, Callable[[Prompts], ComparedLayer]] = MappingProxyType({})  # there alone
+    recent_size: int = 0  # tokens that stay whole beside the decoded one, where it has all channels
+    query_window: int = 0  # how many of the prompt's last queries it looks at
 
 
 METHODS = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from leank_convert.evaluate.comparison import UsedBytes
 from leank_convert.evaluate.prefill import Prefill
@@ -27,34 +27,22 @@ _GROWTH = 64  # tokens that room is made for at a time
 
 @dataclass
 class Prompts:
-    """What one layer knows of a batch of prompts.
+    """What one layer knows of a batch of prompts."""
 
-    Attributes:
-        index: The layer's place in the model.
-        keys: After RoPE, without padding: a row's token i at column i, anything behind its last
-            [B, H_kv, N, D].
-        values: Likewise.
-        lengths: Tokens of each row.
-        queries: The prompts' last queries, the last one in the last column [B, H, W, D]; W is 0 if they were
-            not asked for.
-        softmax_scale: The model's factor on the logits.
-        channel_mask: Channels that are kept of tokens which are not whole, bool [H_kv, D].
-        rows: The LeanK cache's counters, shared by all layers.
-        key_mean: What came off these keys, and comes off those to come [H_kv, 1, D]; None for nothing.
-    """
-
-    index: int
-    keys: Tensor
-    values: Tensor
-    lengths: list[int]
-    queries: Tensor
-    softmax_scale: float
-    channel_mask: Tensor
-    rows: Any
-    key_mean: Tensor | None = None
+    index: int  # the layer's place in the model
+    keys: Tensor  # after RoPE, without padding: a row's token i at column i, then anything [B, H_kv, N, D]
+    values: Tensor  # likewise
+    lengths: list[int]  # tokens of each row
+    queries: (
+        Tensor  # the prompts' last queries, the last one at the end [B, H, W, D]; W is 0 if none are wanted
+    )
+    softmax_scale: float  # the model's factor on the logits
+    channel_mask: Tensor  # channels that are kept of tokens which are not whole, bool [H_kv, D]
+    rows: Any  # the LeanK cache's counters, shared by all layers
+    key_mean: Tensor | None = None  # what came off these keys, and comes off those to come [H_kv, 1, D]
 
 
-class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer; this class prunes channels as LeanK does, and does nothing else.
 
     Attributes:
@@ -63,9 +51,6 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         lengths: Tokens of each row.
         widths: Kept channels of each head [H_kv].
     """
-
-    is_compileable = False
-    is_sliding = False
 
     def __init__(self, prompts: Prompts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,17 +167,6 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return that no key is to be masked: the layer knows what its rows hold."""
         return 0, 0
 
-    def get_max_length(self) -> int:
-        """Return -1: the layer grows as needed."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1; the name that older transformers releases ask for."""
-        return -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: it is made of prompts."""
-
     def _regions(self) -> tuple[Tensor, Tensor]:
         """Tokens of each row, and those among them that are whole, bool [B, 1, 1, N]."""
         places = torch.arange(self.keys.shape[2], device=self.keys.device)
@@ -212,11 +186,7 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class ComparedCache(Cache):
-    """A cache of such layers, for a LeanK model.
-
-    Args:
-        layers: One for every layer of the model.
-    """
+    """A cache of such layers, one for every layer of a LeanK model."""
 
     # A LeanK model takes what has this for a LeanK cache.
     prefill_length = None
@@ -237,24 +207,15 @@ class ComparedCache(Cache):
 
 @dataclass
 class Compared:
-    """A method that decodes from a `ComparedCache`.
+    """A method that decodes from a `ComparedCache`."""
 
-    Attributes:
-        name: What its column is called.
-        make_layer: Makes a layer of what it knows of the prompts.
-        channel_masks: Channels that are kept of tokens which are not whole, in the checkpoint's head order,
-            bool [L, H_kv, D].
-        windows: Tokens that stay whole, None for the checkpoint's.
-        query_window: How many of the prompt's last queries the method looks at.
-        key_mean: What comes off keys, in the checkpoint's head order [L, H_kv, D]; None for nothing.
-    """
-
-    name: str
-    make_layer: Callable[[Prompts], ComparedLayer]
+    name: str  # what its column is called
+    make_layer: Callable[[Prompts], ComparedLayer]  # makes a layer of what it knows of the prompts
+    # Channels that are kept of tokens which are not whole, in the checkpoint's head order, bool [L, H_kv, D].
     channel_masks: Tensor
-    windows: Windows | None = None
-    query_window: int = 0
-    key_mean: Tensor | None = None
+    windows: Windows | None = None  # tokens that stay whole, None for the checkpoint's
+    query_window: int = 0  # how many of the prompt's last queries the method looks at
+    key_mean: Tensor | None = None  # what comes off keys, in the same order [L, H_kv, D]
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The LeanK model, and a cache of the prompts' keys and values."""

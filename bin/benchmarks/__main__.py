@@ -1,26 +1,23 @@
-"""The commands of `bin/benchmark`: options, and one call each."""
+"""The commands of `bin/benchmark`: their options; what they measure is `benchmark_NAME` of a module."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 import click
 
 from bin.benchmarks.geometries import GEOMETRIES, TOY
 from leank_convert.cli import Group, configure_logging
 from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
-from leank_convert.errors import LeanKError, out_of_memory, shorten
+from leank_convert.errors import out_of_memory, shorten
 
-if TYPE_CHECKING:
-    from bin.benchmarks.random_models import Setup
-
-_Run = Callable[..., Any]
+_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _MASK = click.option("--mask", metavar="FILE|ID|NAME", help="Mask to run with. Default: a synthetic one.")
 _GEOMETRY = click.option(
@@ -37,110 +34,19 @@ _DTYPE = click.option(
     help="Of weights, keys and values.",
 )
 _KV_DTYPE = click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of our caches. Default: as --dtype.")
+_COUNT = click.IntRange(1, MAX_COUNT)
+_GIGABYTES = FiniteRange(0, 1e6, min_open=True)
 
 
-# Batches and lengths at which a decode step is bound by weights, by the cache, or by both.
-_GENERATED = [(batch, tokens * 1024, 128) for batch, tokens in ((64, 4), (8, 32), (4, 64), (1, 32), (1, 128))]
-# What stands where an option is left out: on a GPU, and on the CPU as a test of the command.
-_DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "kernel": {"cases": ([(64, 32768)], [(2, 64)]), "rounds": (21, 3)},
-    "generate": {"cases": (_GENERATED, [(2, 40, 12)]), "rounds": (3, 3)},
-    "memory": {
-        "allocated": ((32768, 128), (200, 12)),
-        "prefill": ((4, 32768), (2, 64)),
-        "largest": ([(4096, 1024), (32768, 128)], [(48, 8)]),
-        "limit": (None, 0.002),  # the toy model and some rows
-    },
-    "serve": {
-        "cases": ([(8192, 512)], [(96, 8)]),
-        "requests": (256, 6),
-        "concurrency": ([1, 8, 32, 64], [2]),
-        "memory": (40.0, 0.02),
-    },
-    "train": {
-        "length": ((65536,), (96,)),
-        "questions": (8, 3),
-        "question_size": ((24, 40), (4, 6)),
-        "rounds": (3, 1),
-    },
-}
-
-
-_MOST_TOY_TOKENS = 2**18
-
-
-def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run], _Run]:
-    """Add the options of what is measured and where, and give a command what they choose as `setup`.
-
-    The document that the command returns is printed; where a check failed, it exits 1. `masked` adds
-    `--mask`, `stored` `--kv-dtype`.
-    """
-
-    def decorate(run: _Run) -> _Run:
-        @functools.wraps(run)
-        def command(
-            geometry: str | None,
-            device: str | None,
-            dtype: str,
-            mask: str | None = None,
-            kv_dtype: str | None = None,
-            **options: Any,
-        ) -> None:
-            if kv_dtype is not None and dtype == "float32":
-                # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
-                raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
-            from bin.benchmarks.measuring import choose_benchmark_device
-            from bin.benchmarks.random_models import choose_setup
-
-            chosen = choose_benchmark_device(device)
-            if chosen.type == "cpu" and not mask:
-                # There, a real model's shape has to be asked for.
-                geometry = geometry or TOY
-            setup = choose_setup(mask, geometry, chosen, dtype, kv_dtype)
-            for name, values in _DEFAULTS[run.__name__].items():
-                if chosen.type == "cpu":
-                    _check_toy(options[name])
-                options[name] = options[name] or values[setup.is_toy]
-            _finish(run(setup, **options))
-
-        decorated: _Run = command
-        offered = (_DTYPE, *((_KV_DTYPE,) if stored else ()), _DEVICE, _GEOMETRY)
-        for option in (*offered, *((_MASK,) if masked else ())):
-            decorated = option(decorated)
-        return decorated
-
-    return decorate
-
-
-def _check_toy(sizes: Any) -> None:
-    """Refuse what only a GPU could measure: one case, several, or no sizes at all."""
-    for case in sizes if isinstance(sizes, list) else [sizes]:
-        if isinstance(case, tuple) and math.prod(case) > _MOST_TOY_TOKENS:
-            size = "x".join(map(str, case))
-            raise LeanKError(
-                f"`{size}` is no toy size, and `--device cpu` runs those alone",
-                hint=f"stay below {_MOST_TOY_TOKENS} in all, or run it on a machine with a GPU",
-            )
-
-
-def _finish(document: dict[str, Any]) -> None:
-    click.echo(json.dumps(document, allow_nan=False))
-    if not document["ok"]:
-        sys.exit(1)
-
-
-def _size_option(
-    flags: str, names: str, text: str, *, many: bool = False, further: str | None = None
-) -> Callable[[_Run], _Run]:
+def _sizes(flags: str, names: str, text: str, *, many: bool = False, further: str | None = None) -> _Option:
     """An option of whole numbers between `x`, named as in `batch x tokens`, and perhaps a `further` one.
 
     `k` is 1024.
     """
 
-    def read(given: str) -> tuple[int, ...]:
+    def read(given: str) -> Any:
         try:
-            # A number of thousands of digits would take its time.
-            parts = [(part.removesuffix("k"), part.endswith("k")) for part in given[:99].lower().split("x")]
+            parts = [(part.removesuffix("k"), part.endswith("k")) for part in given.lower().split("x")]
             numbers = tuple(int(number) * (1024 if is_kilo else 1) for number, is_kilo in parts)
         except ValueError:
             numbers = ()
@@ -148,9 +54,9 @@ def _size_option(
         if len(numbers) not in (count, count + (further is not None)) or min(numbers) < 1:
             example = "x".join(("64", "32k", "128")[:count])
             raise click.BadParameter(f"`{shorten(given)}` is not {names}, such as {example}")
-        if max(numbers) > MAX_TOKENS or math.prod(numbers[:2]) > 4 * MAX_TOKENS:  # batch x tokens
+        if max(numbers) > MAX_TOKENS:
             raise click.BadParameter(f"`{shorten(given)}` is more than any machine holds")
-        return numbers
+        return numbers if count > 1 else numbers[0]
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         return [read(given) for given in value] if many else value and read(value)
@@ -160,9 +66,8 @@ def _size_option(
     return click.option(*flags.split(), callback=callback, multiple=many, metavar=metavar, help=text)
 
 
-def _rounds_option(default: str) -> Callable[[_Run], _Run]:
-    text = f"Measurements of each figure. Default: {default}."
-    return click.option("--rounds", type=click.IntRange(1, MAX_COUNT), help=text)
+def _rounds(default: str) -> _Option:
+    return click.option("--rounds", type=_COUNT, help=f"Measurements of each figure. Default: {default}.")
 
 
 @click.group("benchmark", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -176,174 +81,214 @@ def benchmark(debug: bool) -> None:
     configure_logging(debug)
 
 
-@benchmark.command()
-@case_options(stored=True)
-@_size_option(
-    "--case cases",
-    "batch x tokens",
-    "Such as 64x32k, or 4x32kx512 if the last 512 are new; repeatable. Default: 64x32k.",
-    many=True,
-    further="new",
+def _command(
+    module: str, *options: _Option, shared: tuple[_Option, ...], **defaults: tuple[Any, Any]
+) -> Callable[[Callable[[], None]], click.Command]:
+    """Make a command of a described name, which calls the module's `benchmark_NAME` with a setup.
+
+    `defaults` stand where options are left out: usually, and at toy sizes, as a test of the command. The
+    document that is returned is printed; where a check failed, the command exits 1.
+    """
+
+    def decorate(described: Callable[[], None]) -> click.Command:
+        @functools.wraps(described)
+        def run(
+            mask: str | None = None, geometry: str | None = None, kv_dtype: str | None = None, **chosen: Any
+        ) -> None:
+            if kv_dtype is not None and chosen["dtype"] == "float32":
+                # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
+                raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
+            from bin.benchmarks.measuring import choose_benchmark_device
+            from bin.benchmarks.random_models import TOO_LARGE, choose_setup
+
+            where = {}
+            if _DEVICE in shared:
+                device = choose_benchmark_device(chosen.pop("device"))
+                where = {"device": device, "dtype": chosen.pop("dtype"), "kv_dtype": kv_dtype}
+                if device.type == "cpu" and not mask:  # there, a real model's shape has to be asked for
+                    geometry = geometry or TOY
+            setup = choose_setup(mask, geometry, **where)
+            is_toy = setup.is_toy if where else geometry == TOY
+            for name, values in defaults.items():
+                chosen[name] = chosen[name] or values[is_toy]
+            measure = getattr(import_module(f"bin.benchmarks.{module}"), f"benchmark_{described.__name__}")
+            with out_of_memory(*TOO_LARGE):
+                document = measure(setup, **chosen)
+            click.echo(json.dumps(document, allow_nan=False))
+            if not document["ok"]:
+                sys.exit(1)
+
+        decorated: Callable[..., Any] = run
+        for option in reversed((*shared, *options)):
+            decorated = option(decorated)
+        return benchmark.command()(decorated)
+
+    return decorate
+
+
+_SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
+
+
+@_command(
+    "kernel",
+    _sizes(
+        "--case cases",
+        "batch x tokens",
+        "Such as 64x32k, or 4x32kx512 if the last 512 are new; repeatable. Default: 64x32k.",
+        many=True,
+        further="new",
+    ),
+    click.option(
+        "--peers",
+        metavar="NAME,…",
+        help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
+        "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here.",
+    ),
+    _rounds("21, on the CPU 3"),
+    shared=_SHARED,
+    cases=([(64, 32768)], [(2, 64)]),
+    rounds=(21, 3),
 )
-@click.option(
-    "--peers",
-    metavar="NAME,…",
-    help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
-    "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here.",
-)
-@_rounds_option("21, on the CPU 3")
-def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
+def kernel() -> None:
     """Decode attention of a mask's layers against dense decode attention of others."""
-    from bin.benchmarks.kernel import benchmark_kernel
-
-    return benchmark_kernel(setup, **options)
 
 
-@benchmark.command()
-@case_options(stored=True)
-@_size_option(
-    "--case cases",
-    "batch x prompt x new",
-    "Repeatable. Default: 64x4kx128, 8x32kx128, 4x64kx128, 1x32kx128, 1x128kx128.",
-    many=True,
+@_command(
+    "generate",
+    _sizes(
+        "--case cases",
+        "batch x prompt x new",
+        "Repeatable. Default: 64x4kx128, 8x32kx128, 4x64kx128, 1x32kx128, 1x128kx128.",
+        many=True,
+    ),
+    click.option(
+        "--peers",
+        metavar="NAME,…",
+        help="Among own-dtype (with --kv-dtype: ours, its cache in --dtype), all-channels (ours, nothing "
+        "pruned), dense-graph-cudnn, dense-graph-flash, dense-dynamic (the dense model, its step as a graph, "
+        "or as it comes); or none. Default: all.",
+    ),
+    click.option(
+        "--drafts",
+        type=click.IntRange(1, 31),
+        metavar="N",
+        help="Also time our step with so many drafted tokens to verify, 1 to 31.",
+    ),
+    _rounds("3"),
+    shared=_SHARED,
+    # Batches and lengths at which a decode step is bound by weights, by the cache, or by both.
+    cases=(
+        [(64, 4096, 128), (8, 32768, 128), (4, 65536, 128), (1, 32768, 128), (1, 131072, 128)],
+        [(2, 40, 12)],
+    ),
+    rounds=(3, 3),
 )
-@click.option(
-    "--peers",
-    metavar="NAME,…",
-    help="Among own-dtype (with --kv-dtype: ours, its cache in --dtype), all-channels (ours, nothing "
-    "pruned), dense-graph-cudnn, dense-graph-flash, dense-dynamic (the dense model, its step as a graph, or "
-    "as it comes); or none. Default: all.",
-)
-@click.option(
-    "--drafts",
-    type=click.IntRange(1, 31),
-    metavar="N",
-    help="Also time our step with so many drafted tokens to verify, 1 to 31.",
-)
-@_rounds_option("3")
-def generate(setup: Setup, **options: Any) -> dict[str, Any]:
+def generate() -> None:
     """A decode step and whole `generate` calls against dense peers on the same random weights."""
-    from bin.benchmarks.generate import benchmark_generate
-
-    return benchmark_generate(setup, **options)
 
 
-@benchmark.command()
-@case_options(stored=True)
-@_size_option("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128.")
-@_size_option("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k.")
-@_size_option(
-    "--largest",
-    "prompt x new",
-    "Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
-    many=True,
+@_command(
+    "memory",
+    _sizes("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128."),
+    _sizes("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k."),
+    _sizes(
+        "--largest",
+        "prompt x new",
+        "Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
+        many=True,
+    ),
+    click.option("--limit", type=_GIGABYTES, help="GB for weights and cache. Default: all there is."),
+    shared=_SHARED,
+    allocated=((32768, 128), (200, 12)),
+    prefill=((4, 32768), (2, 64)),
+    largest=([(4096, 1024), (32768, 128)], [(48, 8)]),
+    limit=(None, 0.002),  # the toy model and some rows
 )
-@click.option(
-    "--limit",
-    type=FiniteRange(0, 1e6, min_open=True),
-    help="GB for weights and cache. Default: all there is.",
-)
-def memory(setup: Setup, limit: float | None, **parts: Any) -> dict[str, Any]:
+def memory() -> None:
     """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
-    from bin.benchmarks.memory import benchmark_memory
-
-    return benchmark_memory(setup, limit=None if limit is None else round(limit * 1e9), **parts)
 
 
-@benchmark.command()
-@case_options(stored=True)
-@_size_option(
-    "--case cases",
-    "prompt x new",
-    "Such as 8kx512, or 32kx128x16 for one run of 16 requests sent at once; repeatable. Default: 8kx512.",
-    many=True,
-    further="requests",
+@_command(
+    "serve",
+    _sizes(
+        "--case cases",
+        "prompt x new",
+        "Such as 8kx512, or 32kx128x16 for one run of 16 requests sent at once; repeatable. Default: 8kx512.",
+        many=True,
+        further="requests",
+    ),
+    click.option("--requests", type=_COUNT, help="Sent all at once. Default: 256."),
+    click.option(
+        "--concurrency",
+        type=_COUNT,
+        multiple=True,
+        help="Requests at a time in a further run; repeatable. Default: 1, 8, 32 and 64.",
+    ),
+    click.option("--memory", type=_GIGABYTES, help="GB of the cache, of every side. Default: 40."),
+    click.option(
+        "--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of all sides."
+    ),
+    click.option("--dense-options", default="", metavar="TEXT", help="The same of the dense side alone."),
+    click.option(
+        "--peers",
+        default="all-channels,dense",
+        show_default=True,
+        metavar="NAME,…",
+        help="Our stack with nothing pruned; vLLM's dense model; or none.",
+    ),
+    shared=_SHARED,
+    cases=([(8192, 512)], [(96, 8)]),
+    requests=(256, 6),
+    concurrency=([1, 8, 32, 64], [2]),
+    memory=(40.0, 0.02),
 )
-@click.option("--requests", type=click.IntRange(1, MAX_COUNT), help="Sent all at once. Default: 256.")
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1, MAX_COUNT),
-    multiple=True,
-    help="Requests at a time in a further run; repeatable. Default: 1, 8, 32 and 64.",
-)
-@click.option(
-    "--memory",
-    type=FiniteRange(0, 1e6, min_open=True),
-    help="GB of the cache, of every side. Default: 40.",
-)
-@click.option("--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of all sides.")
-@click.option("--dense-options", default="", metavar="TEXT", help="The same of the dense side alone.")
-@click.option(
-    "--peers",
-    default="all-channels,dense",
-    show_default=True,
-    metavar="NAME,…",
-    help="Our stack with nothing pruned; vLLM's dense model; or none.",
-)
-def serve(setup: Setup, **options: Any) -> dict[str, Any]:
+def serve() -> None:
     """Requests at once, output tokens a second and latencies of vLLM's server, beside peers."""
-    from bin.benchmarks.serve import benchmark_serve
-
-    return benchmark_serve(setup, **options)
 
 
-@benchmark.command()
-@case_options(masked=False)
-@_size_option("--length", "tokens", "Context, question and answer of the timed step. Default: 64k.")
-@click.option(
-    "--questions",
-    type=click.IntRange(1, 1000),
-    help="Questions on one context, beside a single one. Default: 8.",
+@_command(
+    "training_step",
+    _sizes("--length", "tokens", "Context, question and answer of the timed step. Default: 64k."),
+    click.option(
+        "--questions",
+        type=click.IntRange(1, 1000),
+        help="Questions on one context, beside a single one. Default: 8.",
+    ),
+    _sizes("--question-size", "question x answer", "Tokens of each. Default: 24x40."),
+    _rounds("3, on the CPU 1"),
+    shared=(_GEOMETRY, _DEVICE, _DTYPE),
+    length=(65536, 96),
+    questions=(8, 3),
+    question_size=((24, 40), (4, 6)),
+    rounds=(3, 1),
 )
-@_size_option("--question-size", "question x answer", "Tokens of each. Default: 24x40.")
-@_rounds_option("3, on the CPU 1")
-def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
+def train() -> None:
     """A training step, with one and with several questions, against its own prefill; and its peak memory."""
-    from bin.benchmarks.training_step import benchmark_train
-
-    return benchmark_train(setup, length=length[0], **options)
 
 
-@benchmark.command()
-@_MASK
-@_GEOMETRY
-@_size_option("--length", "tokens", "Cached tokens; repeatable. Default: 4k, 8k, 16k and 32k.", many=True)
-@click.option(
-    "--weights",
-    type=click.Choice(["float32", "int8", "int4"]),
-    default="float32",
-    show_default=True,
-    help="Of both graphs; the caches stay float32.",
+@_command(
+    "onnx_step",
+    _sizes("--length lengths", "tokens", "Cached tokens; repeatable. Default: 4k, 8k, 16k, 32k.", many=True),
+    click.option(
+        "--weights",
+        type=click.Choice(["float32", "int8", "int4"]),
+        default="float32",
+        show_default=True,
+        help="Of both graphs; the caches stay float32.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 256),
+        help="Of onnxruntime. Default: 2, or as many cores as there are.",
+    ),
+    _rounds("21, of a toy 3"),
+    shared=(_MASK, _GEOMETRY),
+    lengths=([4096, 8192, 16384, 32768], [3, 96]),
+    threads=(min(2, os.cpu_count() or 1),) * 2,
+    rounds=(21, 3),
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    help="Of onnxruntime. Default: 2, or as many cores as there are.",
-)
-@_rounds_option("21, of a toy 3")
-def onnx(
-    mask: str | None,
-    geometry: str | None,
-    length: Any,
-    weights: str,
-    threads: int | None,
-    rounds: int | None,
-) -> None:
+def onnx() -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
-    from bin.benchmarks.onnx_step import benchmark_onnx
-    from bin.benchmarks.random_models import TOO_LARGE, choose_setup
-
-    toy = geometry == TOY
-    setup = choose_setup(mask, geometry)
-    with out_of_memory(*TOO_LARGE):
-        document = benchmark_onnx(
-            setup,
-            [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
-            weights=None if weights == "float32" else weights,
-            threads=threads or min(2, os.cpu_count() or 1),
-            rounds=rounds or (3 if toy else 21),
-        )
-    _finish(document)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,8 +74,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, capacity: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capacity = capacity
-        self.length = 0
+        self.capacity, self.length = capacity, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -95,48 +95,11 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.length
 
 
-class GraphedStep:
-    """A step of the stock model `[B, 1]` behind what a cache holds, captured on a GPU; it may run repeatedly.
-
-    `backend` attends there. It is told how many tokens there are by shapes alone, and a mask over room to
-    spare would cost time, so a step is captured at exactly its length.
-    """
-
-    def __init__(self, dense: Any, token: Tensor, cache: Cache, backend: SDPBackend) -> None:
-        self._dense, self._token, self._cache, self._backend = dense, token, cache, backend
-        self._length = cache.get_seq_length()
-        self._position = torch.full((1, 1), self._length, device=token.device)
-        self._on_gpu = token.device.type == "cuda"
-        self._logits: Tensor | None = None
-        self._graph = capture(self._forward, self._keep) if self._on_gpu else None
-
-    def run(self) -> Tensor:
-        """Run it `[B, 1, vocabulary]`, by a replay if it was captured."""
-        if self._graph is None:
-            return self._forward()
-        self._graph.replay()
-        assert self._logits is not None
-        return self._logits.clone()
-
-    def time(self) -> Timing:
-        """Time it, by replays if it was captured."""
-        return time_replays(self._graph, self._forward, self._token.device, rounds=_REPLAYS)
-
-    def _forward(self) -> Tensor:
-        for layer in self._cache.layers:
-            assert isinstance(layer, PreallocatedLayer)
-            layer.length = self._length
-        with sdpa_kernel(self._backend) if self._on_gpu else nullcontext():
-            output = self._dense(self._token, position_ids=self._position, **{CACHE: self._cache})
-        logits: Tensor = output.logits
-        return logits
-
-    def _keep(self) -> None:
-        self._logits = self._forward()
-
-
 class GraphedDense:
-    """The stock model over a preallocated cache, called like a model; each of its steps is a graph.
+    """The stock model over a preallocated cache, called like a model; on a GPU each of its steps is a graph.
+
+    A step is told how many tokens there are by shapes alone, and a mask over room to spare would cost time:
+    it is captured at exactly its length.
 
     Args:
         dense: The stock model, loaded with `UNMASKED_SDPA`: its rows have no padding.
@@ -145,18 +108,38 @@ class GraphedDense:
 
     def __init__(self, dense: Any, backend: SDPBackend) -> None:
         self._dense, self._backend = dense, backend
+        self._is_on_gpu = dense.device.type == "cuda"
 
     def __call__(self, input_ids: Tensor, **options: Any) -> Any:
         """Run a prompt `[B, S]`, or a step `[B, 1]` behind one."""
-        if options.get(CACHE) is not None:
-            held = {CACHE: options[CACHE]}
-            logits = GraphedStep(self._dense, input_ids, options[CACHE], self._backend).run()
-            return CausalLMOutputWithPast(logits=logits, **held)
-        capacity = input_ids.shape[1] + _ROOM
-        options[CACHE] = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
-        return self._dense(input_ids, **options)
+        if options.get(CACHE) is None:
+            capacity = input_ids.shape[1] + _ROOM
+            options[CACHE] = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
+            return self._dense(input_ids, **options)
+        graph, step, logits = self._capture(input_ids, options[CACHE])
+        if graph is None:
+            step()
+        else:
+            graph.replay()
+        return CausalLMOutputWithPast(logits=logits[-1].clone(), **{CACHE: options[CACHE]})
 
     def time_step(self, prompt: Tensor) -> Timing:
-        """Time the step behind a prompt `[B, S]`."""
+        """Time the step behind a prompt `[B, S]`, by replays if it was captured."""
         cache = self(prompt, logits_to_keep=1)[CACHE]
-        return GraphedStep(self._dense, prompt[:, -1:], cache, self._backend).time()
+        graph, step, _ = self._capture(prompt[:, -1:], cache)
+        return time_replays(graph, step, prompt.device, rounds=_REPLAYS)
+
+    def _capture(self, token: Tensor, cache: Cache) -> tuple[Any, Callable[[], None], list[Tensor]]:
+        """The graph of a step `[B, 1]`, None on the CPU; the step, which may run repeatedly; its logits."""
+        length = cache.get_seq_length()
+        position = torch.full((1, 1), length, device=token.device)
+        logits: list[Tensor] = []
+
+        def step() -> None:
+            for layer in cache.layers:
+                assert isinstance(layer, PreallocatedLayer)
+                layer.length = length
+            with sdpa_kernel(self._backend) if self._is_on_gpu else nullcontext():
+                logits[:] = [self._dense(token, position_ids=position, **{CACHE: cache}).logits]
+
+        return capture(step, step) if self._is_on_gpu else None, step, logits

@@ -16,7 +16,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes, time_own_step
 from bin.benchmarks.measuring import (
-    REPLAYED,
     Stopwatch,
     attempt,
     measure_read_bandwidth,
@@ -34,7 +33,7 @@ from bin.benchmarks.random_models import (
     name_attention,
     random_prompt,
 )
-from bin.benchmarks.tables import Report, number, ratio, share
+from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
 
@@ -49,19 +48,21 @@ _OWN = (OURS, ALL_CHANNELS, OWN_DTYPE)
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
 _BANDWIDTH_ROUNDS = 21
-_REMARKS = {
-    **dict.fromkeys(GRAPHS, "the stock step captured at exactly this length, by one of torch's backends"),
-    DYNAMIC: "the stock model and its cache as they come, every kernel launched by itself",
-}
 _NOTES = (
     "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
     "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
     "decode s: a call without its prefill, whose share of the call is the last column",
 )
-_DRAFT_NOTE = (
-    "drafts: ms/step with so many drafted tokens to verify, accepted or not; random weights accept none, "
-    "so calls are without"
-)
+_COLUMNS: dict[str, Column] = {
+    "ms/step": ("replay_milliseconds", number),
+    "in a call": ("step_milliseconds", number),
+    "byte limit": ("byte_limit_milliseconds", number),
+    "of limit": ("bandwidth_share", share),
+    "leank faster": ("by step", ratio),
+    "decode s": ("decode_seconds", number),
+    "decode faster": ("decode", ratio),
+    "prefill": ("prefill_share", share),
+}
 
 
 def benchmark_generate(
@@ -89,7 +90,7 @@ def benchmark_generate(
         if models.check["ok"]:
             bandwidth = measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
             measured = {"read_bandwidth": bandwidth, "drafts": drafts}
-            bench = _Bench(setup, models, named, bandwidth, rounds, drafts)
+            bench = _Bench(models, named, bandwidth, rounds, drafts)
             for case in cases:
                 results.append(bench.run_case(*case))
                 _print_case(report, results[-1], models.attention, drafts)
@@ -100,16 +101,10 @@ class _Bench:
     """What all cases of one run share: the sides' models, and how right the peers are."""
 
     def __init__(
-        self,
-        setup: Setup,
-        models: Models,
-        named: Sequence[str],
-        bandwidth: float,
-        rounds: int,
-        drafts: int | None,
+        self, models: Models, named: Sequence[str], bandwidth: float, rounds: int, drafts: int | None
     ) -> None:
-        self._setup, self._shared, self._bandwidth, self._rounds = setup, models, bandwidth, rounds
-        self._drafts, self._named = drafts, named
+        self._setup, self._shared, self._bandwidth, self._rounds = models.setup, models, bandwidth, rounds
+        self._drafts, self._named, setup = drafts, named, models.setup
         # What each side's cache holds.
         self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
         self._models: dict[str, Any] = {OURS: models.ours}
@@ -226,26 +221,25 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
 
 def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
     """Figures of several calls of `generate`; medians."""
-    calls = []
+    calls, replayed = [], {}
     for _ in range(rounds):
         call = call_generate(model, prompt, num_new)
-        graph = getattr(call.cache, "graph", None)
-        # A cache goes before the next one comes.
-        calls.append(replace(call, cache=None))
+        if graph := getattr(call.cache, "graph", None):
+            facts = ("num_captures", "num_replays", "why_eager")
+            replayed = {"graph": {key.removeprefix("num_"): getattr(graph, key) for key in facts}}
+        del graph
+        calls.append(replace(call, cache=None))  # a cache goes before the next one comes
         del call
     seconds = median(call.seconds for call in calls)
-    figures = {
+    return {
         "rounds": rounds,
         "step_milliseconds": median(gap for call in calls for gap in call.step_milliseconds),
         "generate_seconds": seconds,
         "decode_seconds": median(call.seconds - call.prefill_seconds for call in calls),
         "prefill_share": median(call.prefill_seconds / call.seconds for call in calls),
         "tokens_per_second": prompt.shape[0] * num_new / seconds,
+        **replayed,
     }
-    if graph is None:
-        return figures
-    replayed = {"captures": graph.num_captures, "replays": graph.num_replays, "why_eager": graph.why_eager}
-    return {**figures, "graph": replayed}
 
 
 _COMPARED = {
@@ -262,41 +256,19 @@ def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | Non
     return {name: peer[key] / ours[key] if key in peer else None for name, key in _COMPARED.items()}
 
 
-def _remark(name: str, side: dict[str, Any]) -> str:
-    if "why" in side:
-        return f"no figures: {side['why']}"
-    if name in GRAPHS and side["replay"]["method"] != REPLAYED:
-        return f"not captured, {side['replay']['method']}"
-    if "graph" not in side:
-        return _REMARKS[name]
-    why = side["graph"]["why_eager"]
-    return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps of a call replayed"
-
-
 def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: int | None) -> None:
-    # Columns of a side's own figures, and of how many times as fast as it ours is.
-    drafted = {f"{drafts} drafts": (number, "draft_milliseconds")} if drafts else {}
-    columns: dict[str, tuple[Any, str]] = {
-        "ms/step": (number, "replay_milliseconds"),
-        **drafted,
-        "in a call": (number, "step_milliseconds"),
-        "byte limit": (number, "byte_limit_milliseconds"),
-        "of limit": (share, "bandwidth_share"),
-        "leank faster": (ratio, "by step"),
-        "decode s": (number, "decode_seconds"),
-        "decode faster": (ratio, "decode"),
-        "prefill": (share, "prefill_share"),
-    }
-    rows, notes = [], []
+    columns, notes = _COLUMNS, list(_NOTES)
+    if drafts:
+        first, *others = columns.items()
+        columns = dict([first, (f"{drafts} drafts", ("draft_milliseconds", number)), *others])
+        notes.append("drafts: ms/step with so many drafted tokens to verify; calls are without")
+    rows, timed = [], []
     for name, side in case["sides"].items():
-        faster = case["ratios"].get(name, {})
-        figures = {**side, **faster, "by step": faster.get("replay") or faster.get("step")}
         label = f"{name} ({attention})" if name in _OWN and attention != COMPILED else name
-        rows.append([label, *(write(figures.get(key)) for write, key in columns.values())])
-        notes.append(f"{label}: {_remark(name, side)}")
-    report.table(
-        f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        ["", *columns],
-        rows,
-        [*notes, *_NOTES, *([_DRAFT_NOTE] if drafts else [])],
-    )
+        faster = case["ratios"].get(name, {})
+        rows.append((label, {**side, **faster, "by step": faster.get("replay") or faster.get("step")}))
+        timed += [(f"{label}, {kind}", side[kind]) for kind in ("replay", "draft") if kind in side]
+        if side.get("graph", {}).get("why_eager"):
+            notes.append(f"{label}: steps of a call are not replayed: {side['graph']['why_eager']}")
+    title = f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens"
+    report.table(title, columns, rows, notes, timed=timed)

@@ -9,20 +9,19 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bin.benchmarks.tables import Report
+from bin.benchmarks.tables import REPLAYED, Report
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, first_line
 
 Call = Callable[[], object]
 
-REPLAYED = "CUDA graph replay"  # how most figures are measured
 # One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
 _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512
@@ -65,24 +64,15 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@dataclass
-class Peak:
-    """Bytes that were allocated at most, and at the beginning; None on the CPU, which counts nothing."""
-
-    bytes: int | None = None
-    before: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Count the peak of what is allocated inside."""
-    peak = Peak()
-    if device.type == "cuda":
-        peak.before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    yield peak
-    if device.type == "cuda":
-        peak.bytes = torch.cuda.max_memory_allocated(device)
+def peak_bytes(device: torch.device, call: Call) -> tuple[int | None, int]:
+    """Most bytes that were allocated during a call, None on the CPU, which counts nothing; those before."""
+    if device.type != "cuda":
+        call()
+        return None, 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device), before
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -214,6 +204,7 @@ def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(stream):
         warm_up()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.empty_cache()  # a capture has memory of its own, and cannot free what lies cached for others
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):

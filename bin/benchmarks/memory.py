@@ -1,28 +1,33 @@
 """`bin/benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model.
 
-The largest batch is found by trying: rows are allocated, joined and decoded, not counted.
+The largest batch is found by trying: rows are allocated and decoded, not counted.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from bin.benchmarks.generate import call_generate
-from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
+from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
-from bin.benchmarks.tables import Report, number, ratio, share
+from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert._runtime.tools import concatenate
 from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"
-_PARTS = ("keys", "values")
+_COLUMNS: dict[str, Column] = {
+    "rows": ("batch", str),
+    "by bytes": ("predicted_by_bytes", str),
+    "MB a row": ("row_bytes", partial(number, digits=1, unit=1e6)),
+    "of dense": ("ratio", ratio),
+}
 _DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 
 
@@ -32,12 +37,12 @@ def benchmark_memory(
     allocated: Sequence[int],
     prefill: Sequence[int],
     largest: Sequence[tuple[int, int]],
-    limit: int | None,
+    limit: float | None,
 ) -> dict[str, Any]:
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
     Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
-    Weights and cache may take `limit` bytes in a search, None for all there are. If decoding is not right,
+    Weights and cache may take `limit` GB in a search, None for all there are. If decoding is not right,
     the JSON document that is returned has `ok` false and no figures.
 
     Raises:
@@ -45,6 +50,7 @@ def benchmark_memory(
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
+    most = None if limit is None else round(limit * 1e9)
     lengths = [sum(case) for case in largest] + [allocated[0]]
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
@@ -53,7 +59,7 @@ def benchmark_memory(
         if models.check["ok"]:
             results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
             results["prefill"] = measure_prefill(report, sides, *prefill)
-            results["largest_batch"] = [find_batches(sides, *case, limit=limit) for case in largest]
+            results["largest_batch"] = [find_batches(sides, *case, limit=most) for case in largest]
             _print_batches(report, results["largest_batch"], label)
     return report.document("memory", **models.facts, **results)
 
@@ -101,10 +107,8 @@ def measure_prefill(
     prompt = random_prompt(sides[OURS], batch_size, num_prompt)
     for name, side in sides.items():
         release_memory(prompt.device)
-        with peak_memory(prompt.device) as peak:
-            output = side(prompt, use_cache=True, logits_to_keep=1)
-        del output
-        result[name] = {"peak_bytes": None if peak.bytes is None else peak.bytes - (peak.before or 0)}
+        peak, before = peak_bytes(prompt.device, partial(side, prompt, use_cache=True, logits_to_keep=1))
+        result[name] = {"peak_bytes": None if peak is None else peak - before}
     release_memory(prompt.device)
     ours, theirs = (result[name]["peak_bytes"] for name in sides)
     result["share_of_dense"] = ours / theirs if ours and theirs else None
@@ -119,9 +123,8 @@ def measure_prefill(
 class Trial:
     """Tries batches of rows of one prompt with one model, within `limit` bytes for weights and cache, if any.
 
-    A row is prefilled up to the last few of all tokens and copied, and becomes the batch's last row itself: a
-    batch that fits has been decoded at its final length, and nothing but the batch was held. `row_bytes` is
-    what one row's cache takes at that length.
+    A row is prefilled up to the last few of all tokens, repeated layer by layer, and decoded: a batch that
+    fits has been decoded at its final length. `row_bytes` is what one row's cache takes there.
     """
 
     def __init__(self, model: Any, num_prompt: int, num_new: int, limit: int | None) -> None:
@@ -151,9 +154,14 @@ class Trial:
         return held is not None and (self._left is None or held <= self._left)
 
     def _decode(self, batch_size: int) -> Any:
-        """Join copies of the row and decode to the end; returns the cache."""
-        row = prefill_row(self._model, self._prompt, self._length)
-        cache = join_rows([copy.deepcopy(row) for _ in range(batch_size - 1)] + [row], self._length)
+        """Repeat the row and decode to the end; returns the cache."""
+        if hasattr(self._model, "build_cache"):
+            cache = self._model.build_cache()
+            cache.reserve(self._length)
+        else:
+            cache = DynamicCache(config=self._model.config)
+        self._model(self._prompt, logits_to_keep=1, **{CACHE: cache})
+        cache.batch_repeat_interleave(batch_size)
         for column in range(self._new.shape[1]):
             token = self._new[:, column : column + 1].repeat(batch_size, 1)
             self._model(token, use_cache=True, **{CACHE: cache})
@@ -161,38 +169,11 @@ class Trial:
         return cache
 
 
-def prefill_row(model: Any, prompt: torch.Tensor, num_tokens: int) -> Any:
-    """Run a prompt `[1, S]`; return its cache, ours with room for `num_tokens` tokens."""
-    from transformers import DynamicCache
-
-    if not hasattr(model, "build_cache"):
-        cache: Any = DynamicCache(config=model.config)
-    else:
-        cache = model.build_cache()
-        cache.reserve(num_tokens)
-    model(prompt, logits_to_keep=1, **{CACHE: cache})
-    return cache
-
-
-def join_rows(rows: list[Any], num_tokens: int) -> Any:
-    """Make one cache of many, ours with room for `num_tokens` tokens a row; they are empty afterwards."""
-    if hasattr(rows[0], "reserve"):
-        return concatenate(rows, num_tokens)
-    cache = rows[-1]
-    for index, layer in enumerate(cache.layers):
-        for name in _PARTS:
-            joined = torch.cat([getattr(row.layers[index], name) for row in rows])
-            for row in rows:
-                setattr(row.layers[index], name, None)
-            setattr(layer, name, joined)
-    return cache
-
-
 def count_bytes(cache: Any) -> int:
     """The bytes that a cache holds."""
     if hasattr(cache, "memory"):
         return int(cache.memory().total.allocated)
-    return sum(getattr(layer, name).nbytes for layer in cache.layers for name in _PARTS)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
@@ -232,19 +213,12 @@ def find_batches(
 
 def _print_batches(report: Report, found: Sequence[dict[str, Any]], label: str) -> None:
     rows = [
-        [
+        (
             f"{label if name == OURS else name}, {case['prompt']} + {case['new']}",
-            str(case[name]["batch"]),
-            str(case[name]["predicted_by_bytes"]),
-            number(case[name]["row_bytes"], 1, unit=1e6),
-            ratio(case["ratio"] if name == OURS else 1.0),
-        ]
+            case[name] | {"ratio": case["ratio"] if name == OURS else 1.0},
+        )
         for case in found
         for name in (OURS, DENSE)
     ]
-    report.table(
-        "largest batch, rows prefilled one at a time, decoded together to the end",
-        ["", "rows", "by bytes", "MB a row", "of dense"],
-        rows,
-        ["rows: tried, one more does not fit; by bytes: free memory over one row's bytes, not tried"],
-    )
+    notes = ["rows: tried, one more does not fit; by bytes: free memory over one row's bytes, not tried"]
+    report.table("largest batch, of rows of one prompt, decoded together to the end", _COLUMNS, rows, notes)

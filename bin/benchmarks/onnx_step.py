@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, r
 from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.measuring import summarize
 from bin.benchmarks.random_models import Setup, stock_config
-from bin.benchmarks.tables import Report, number, ratio, share
+from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph
@@ -47,54 +48,69 @@ _TOLERANCE = 1e-4
 # Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
 _QUANTIZED_TOLERANCE = 0.2
 
+_COLUMNS: dict[str, Column] = {
+    "dense ms": ("dense ms", partial(number, digits=1)),
+    "leank ms": ("leank ms", partial(number, digits=1)),
+    "leank faster": ("ratio", ratio),
+    "by bytes": ("byte_ratio", ratio),
+    "±": ("spread", share),
+    "cache of dense": ("cache", share),
+}
+
 # Per layer of one row, keys and values `[1, H_kv, N, D]`, heads in the checkpoint's order.
 Cached = Sequence[tuple[Tensor, Tensor]]
 
 
 def benchmark_onnx(
     setup: Setup,
-    lengths: Sequence[int],
     *,
-    weights: str | None,
+    lengths: Sequence[int],
+    weights: str,
     threads: int,
     rounds: int,
 ) -> dict[str, Any]:
     """Measure a step at each length of the cache, and print a table.
 
-    `weights` of both graphs are `int8`, `int4` or None for float32. A case whose check failed has `ok` false
+    `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
     in the JSON document, and no figures.
 
     Raises:
         LeanKError: If a library is missing.
     """
     check_available()
+    rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
     measured = take_layers(setup, chosen)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {DEFAULT_OPSET}, "
-        f"{weights or 'float32'} weights, float32 cache"
+        f"{weights} weights, float32 cache"
     )
     model = build_stock(measured.geometry)
     exact = copy.deepcopy(model)
-    if weights is not None:
-        round_weights(exact, weights)
+    if rounded is not None:
+        round_weights(exact, rounded)
     exact.double()
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
-    cases = []
+    masks, windows, cases = torch.stack(measured.channel_masks), measured.windows, []
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
-            folder = export_side(model, measured, side, Path(temporary, side), weights)
+            folder = Path(temporary, side)
+            folder.mkdir()
+            kept = masks if side == "leank" else torch.zeros_like(masks)
+            pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
+            export_graph(pruned, folder, weights=rounded)
             hosts[side] = Description(folder), load_graph(folder / MODEL_FILE, threads, settings)
-        read = count_weight_bytes(model, folder)
+        # Those in the graph's file, without the embedding's.
+        read = (folder / f"{MODEL_FILE}.data").stat().st_size - model.get_input_embeddings().weight.nbytes
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
         for num_tokens in lengths:
             cached = draw_cache(measured, num_tokens)
             steps = {side: HostStep(*hosts[side], cached, side) for side in SIDES}
             checks = {
-                side: step.check(exact_logits(exact, measured, cached, side), weights)
+                side: step.check(exact_logits(exact, measured, cached, side), rounded)
                 for side, step in steps.items()
             }
             held = {side: step.cache_bytes for side, step in steps.items()}
@@ -115,7 +131,7 @@ def benchmark_onnx(
         "onnx",
         ok=all(case["ok"] for case in cases),
         dtype="float32",
-        weights=weights or "float32",
+        weights=weights,
         opset=DEFAULT_OPSET,
         threads=threads,
         layers=chosen,
@@ -161,21 +177,6 @@ def build_stock(geometry: Geometry) -> Any:
             stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
         )
     return model.eval().requires_grad_(False)
-
-
-def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
-    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
-    masks, windows = torch.stack(setup.channel_masks), setup.windows
-    kept = masks if side == "leank" else torch.zeros_like(masks)
-    folder.mkdir()
-    pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
-    export_graph(pruned, folder, weights=weights)
-    return folder
-
-
-def count_weight_bytes(model: Any, folder: Path) -> int:
-    """Bytes of the weights that a step reads: those in the graph's file, without the embedding's."""
-    return (folder / f"{MODEL_FILE}.data").stat().st_size - int(model.get_input_embeddings().weight.nbytes)
 
 
 def draw_cache(setup: Setup, num_tokens: int) -> Cached:
@@ -296,21 +297,16 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: 
 
 
 def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
-    rows, notes = [], []
+    rows, notes, timed = [], [], []
     for case in cases:
-        figures = case["step"]
-        sides = [figures.get(side, {}) for side in SIDES]
-        rows.append(
-            [
-                f"{case['tokens']:,}",
-                *(number(side.get("milliseconds"), 1) for side in sides),
-                *(ratio(figures.get(key)) for key in ("ratio", "byte_ratio")),
-                share(max((side["spread"] for side in sides if side), default=None)),
-                share(case["cache_share"]),
-            ]
-        )
+        figures, label = case["step"], f"{case['tokens']:,} tokens"
+        sides = {side: figures.get(side, {}) for side in SIDES}
+        spread = max((side["spread"] for side in sides.values() if side), default=None)
+        own = {f"{name} ms": side.get("milliseconds") for name, side in sides.items()}
+        rows.append((label, {**figures, **own, "spread": spread, "cache": case["cache_share"]}))
+        timed += [(f"{name} at {label}", side) for name, side in sides.items()]
         notes += [
-            f"{case['tokens']:,} tokens: the {side} graph's logits are WRONG: {check['error']}"
+            f"{label}: the {side} graph's logits are WRONG: {check['error']}"
             for side, check in figures["checks"].items()
             if not check["ok"]
         ]
@@ -318,5 +314,4 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
         errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
         notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
     notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
-    columns = ["tokens", "dense ms", "leank ms", "leank faster", "by bytes", "±"]
-    report.table("whole step, one row", [*columns, "cache of dense"], rows, notes)
+    report.table("whole step, one row", _COLUMNS, rows, notes, timed=timed)

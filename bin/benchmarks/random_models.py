@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copyfile
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,9 +22,7 @@ from bin.benchmarks.rounded_cache import rounded_cache
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.checkpoint_io import CONFIG_NAME
-from leank_convert.errors import out_of_memory
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
-from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
 from leank_convert.kv_scales import describe_cache
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
@@ -38,8 +35,6 @@ TOO_LARGE = "this benchmark", "take a smaller batch, or fewer tokens"
 
 # Heads' widths as a learned mask of 70% has them, in quarters of a head: 0.3125 of all channels.
 _SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)
-# transformers keeps a copy of the runtime under the folder's name: one name, so that copies do not pile up.
-_FOLDER_NAME = "leank_benchmark"
 _TOKENIZER_NAME = "tokenizer.json"
 _CHECKED_ROWS = 2
 _CHECKED_STEPS = 12  # enough for a step that runs eagerly, one that is captured, and some that are replayed
@@ -105,11 +100,7 @@ class Setup:
         shape = {key: getattr(self.geometry.facts, key) for key in keys}
         mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
         stored = {"kv_dtype": self.kv_dtype} if self.kv_dtype else {}
-        return {"geometry": self.geometry.name, **shape, **mask, **_window_sizes(self.windows), **stored}
-
-
-def _window_sizes(windows: Windows) -> dict[str, int]:
-    return {key: getattr(windows, key) for key in ("sink_size", "recent_size", "flush_size")}
+        return {"geometry": self.geometry.name, **shape, **mask, **self.windows.sizes, **stored}
 
 
 def choose_setup(
@@ -153,35 +144,29 @@ def synthetic_mask(geometry: Geometry) -> ChannelMask:
 
 
 def build_model(setup: Setup, device: torch.device | None = None) -> Any:
-    """A LeanK model of random weights that runs the runtime's files as a checkpoint brings them.
+    """A LeanK model of random weights, of the runtime's classes and a config as a checkpoint has it.
 
     Its weights are made on `device`, None for the setup's, none on `meta`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from leank_convert._runtime import configuration_leank, modeling_leank
 
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary, _FOLDER_NAME)
-        folder.mkdir()
-        copy_runtime_files(folder)
-        (folder / CONFIG_NAME).write_bytes(encode_json(_leank_config(setup)))
-        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        with torch.device(device or setup.device):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                loaded, trust_remote_code=True, dtype=setup.dtype
-            )
+    architecture = setup.geometry.facts.architecture
+    config = getattr(configuration_leank, f"LeanK{architecture.config_class}")(**_leank_config(setup))
+    with torch.device(device or setup.device):
+        model = getattr(modeling_leank, f"LeanK{architecture.causal_lm_class}")._from_config(
+            config, dtype=setup.dtype
+        )
     if setup.mask.key_mean is not None:
         pairs = zip(setup.mask.key_mean.float(), setup.layout.head_permutation, strict=True)
         model.key_means = [mean[list(order)][None] for mean, order in pairs]
     return model.eval()
 
 
-def write_folder(setup: Setup, parent: Path) -> Path:
+def write_folder(setup: Setup, folder: Path) -> None:
     """Write what an engine that makes up its weights reads: a LeanK config, a tokenizer that knows each id.
 
     For one that it does not know vLLM decodes the whole prompt again, and is slower than the model.
     """
-    folder = parent / _FOLDER_NAME
-    folder.mkdir()
     config = _leank_config(setup)
     if setup.kv_dtype:  # an engine that makes up weights takes ones for scales
         config["leank"]["kv_scales"] = {"num_tokens": 0, "tasks": [], "seed": 0}
@@ -192,13 +177,12 @@ def write_folder(setup: Setup, parent: Path) -> Path:
     (folder / CONFIG_NAME).write_bytes(encode_json(config))
     (folder / _TOKENIZER_NAME).write_bytes(encode_json(tokenizer))
     copyfile(MODEL_DIR / "tokenizer_config.json", folder / "tokenizer_config.json")
-    return folder
 
 
 def _leank_config(setup: Setup) -> dict[str, Any]:
     facts = setup.geometry.facts
     known = setup.mask.provenance or MaskProvenance.for_model(
-        setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
+        setup.geometry.model_id, facts, method="benchmark", **setup.windows.sizes
     )
     cache = describe_cache(setup.kv_dtype, None)
     leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {}, cache)
@@ -271,12 +255,13 @@ class LogitsTruth:
 
 @dataclass(frozen=True)
 class Models:
-    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is.
+    """A setup's model and the stock one on the same random weights, what ours decodes in, how right it is.
 
     `truth` is the stock model's, `stored_truth` the same with a cache as ours, `own_dtype_truth` that of ours
     with a cache in the dtype of weights.
     """
 
+    setup: Setup
     ours: Any
     dense: Any
     attention: str
@@ -288,8 +273,8 @@ class Models:
     @property
     def facts(self) -> dict[str, Any]:
         """What a document says of them."""
-        dtype = str(self.ours.dtype).removeprefix("torch.")
-        return {"ok": self.check["ok"], "dtype": dtype, "kernel": self.attention, "check": self.check}
+        check, dtype = self.check, self.setup.dtype_name
+        return {"ok": check["ok"], "dtype": dtype, "kernel": self.attention, "check": check}
 
 
 @contextmanager
@@ -302,16 +287,13 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
     tokens and channels were seen. What runs inside runs without gradients.
 
     The checked prompt has at most `prompt_length` tokens.
-
-    Raises:
-        LeanKError: If something of it, or of what runs inside, does not fit on the device.
     """
-    with torch.no_grad(), out_of_memory(*TOO_LARGE):
+    with torch.no_grad():
         torch.manual_seed(0)
         ours = build_model(setup)
         dense = build_dense(ours, setup.geometry)
         attention = name_attention(ours, setup)
-        least = sum(_window_sizes(setup.windows).values()) + _CHECKED_PRUNED_TOKENS
+        least = sum(setup.windows.sizes.values()) + _CHECKED_PRUNED_TOKENS
         tokens = random_prompt(ours, _CHECKED_ROWS, min(prompt_length, least) + _CHECKED_STEPS, seed=1)
         exact = copy.deepcopy(ours).to(EXACT[setup.dtype])
         exact_ours, exact_dense = _exact_logits(exact, tokens), build_dense(exact, setup.geometry)
@@ -331,7 +313,7 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
             f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
             f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
         )
-        yield Models(ours, dense, attention, check, truth, stored_truth, own_dtype_truth)
+        yield Models(setup, ours, dense, attention, check, truth, stored_truth, own_dtype_truth)
 
 
 def _hold_to(

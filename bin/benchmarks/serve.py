@@ -22,13 +22,14 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
-from bin.benchmarks.tables import Report, number, ratio
+from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.errors import LeanKError
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
@@ -51,13 +52,13 @@ for line in sys.stdin:
     print({_DONE!r}, flush=True)
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-# What a table shows of a run, in how many digits, and whether more of it is better.
-_COLUMNS = {
-    "cache tokens": ("cache_tokens", 0, True),
-    "at once": ("most_running", 0, True),
-    "tokens/s": ("output_tokens_per_second", 0, True),
-    "TTFT ms": ("first_token_milliseconds", 2, False),
-    "ITL ms": ("token_milliseconds", 2, False),
+_WHOLE = partial(number, digits=0)
+_COLUMNS: dict[str, Column] = {
+    "cache tokens": ("cache_tokens", _WHOLE),
+    "at once": ("most_running", _WHOLE),
+    "tokens/s": ("output_tokens_per_second", _WHOLE),
+    "TTFT ms": ("first_token_milliseconds", number),
+    "ITL ms": ("token_milliseconds", number),
 }
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
@@ -72,7 +73,7 @@ class Load:
     prompt: int
     new: int
     requests: int
-    at_once: int | None
+    at_once: int | None = None
 
     def describe(self) -> str:
         """As a table is headed."""
@@ -93,15 +94,8 @@ def benchmark_serve(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of prompt and new tokens.
 
-    Args:
-        setup: The mask, the shape, the dtype, and that of all sides' caches.
-        cases: Prompt and new tokens, and perhaps requests, of one run in which they are all sent at once.
-        requests: Requests that are all sent at once, of cases that do not say how many.
-        concurrency: Requests at a time, of as many further runs of such cases.
-        memory: GB of the cache, of every side.
-        options: Further options of vLLM's server, of all sides.
-        dense_options: The same of the dense side alone.
-        peers: Names among `PEERS`, between commas, or `none`.
+    Of a case without requests of its own so many `requests` are sent at once, and then twice as many as each
+    `concurrency`, so many at a time. All sides' caches take `memory` GB. `options` are vLLM's, of all sides.
 
     Raises:
         LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
@@ -110,7 +104,10 @@ def benchmark_serve(
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
     named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES)
-    loads = [load for case in cases for load in _loads_of(case, requests, concurrency)]
+    loads: list[Load] = []
+    for prompt, new, *own in cases:
+        loads.append(Load(prompt, new, own[0] if own else requests))
+        loads += [Load(prompt, new, 2 * count, count) for count in (() if own else concurrency)]
     length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
     given = {
         "--dtype": setup.dtype_name,
@@ -134,8 +131,9 @@ def benchmark_serve(
     for name in (OURS, *named):
         side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
         with TemporaryDirectory() as temporary:
-            folder = write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, Path(temporary))
-            log = Path(temporary, "server.log")
+            folder, log = Path(temporary, "model"), Path(temporary, "server.log")
+            folder.mkdir()
+            write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, folder)
             try:
                 _measure_side(report, name, side, loads, folder, log)
             except (LeanKError, KeyboardInterrupt) as error:
@@ -160,13 +158,6 @@ def benchmark_serve(
     return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
 
 
-def _loads_of(case: tuple[int, ...], requests: int, concurrency: Sequence[int]) -> list[Load]:
-    prompt, new, *own = case
-    if own:
-        return [Load(prompt, new, own[0], None)]
-    return [Load(prompt, new, count * 2 if count else requests, count) for count in (None, *concurrency)]
-
-
 def _measure_side(
     report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
 ) -> None:
@@ -180,7 +171,7 @@ def _measure_side(
             server.warm_up(load)
             run = server.measure(load, client)
             side["runs"].append(run)
-            report.line(f"{name}, {load.describe()}: {_describe(run)}")
+            report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
 
 
 class _Server:
@@ -272,10 +263,14 @@ class _Server:
 @contextmanager
 def _client() -> Iterator[subprocess.Popen[str]]:
     """Start vLLM's benchmark, which waits for what to measure, and end it."""
-    command = [sys.executable, "-c", _BENCH]
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, {**os.environ, **_QUIET}
     with subprocess.Popen(
-        command, env={**os.environ, **_QUIET}, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", _BENCH],
+        env=environment,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         try:
             yield process
@@ -339,27 +334,21 @@ def _not_started(log: Path) -> LeanKError:
     return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
 
 
-def _describe(run: dict[str, Any]) -> str:
-    return (
-        f"{run['output_tokens_per_second']:,.0f} tokens/s, {run['most_running']} at once, first token "
-        f"{run['first_token_milliseconds']:,.1f} ms, then {run['token_milliseconds']:.2f} ms each"
-    )
-
-
 def _print_load(
     report: Report, load: Load, runs: dict[str, dict[str, Any]], described: Sequence[str]
 ) -> None:
-    rows = [
-        [name, *(number(run[key], digits) for key, digits, _ in _COLUMNS.values())]
-        for name, run in runs.items()
-    ]
-    ours = runs.pop(OURS, {})
-    for name, theirs in runs.items() if ours else ():
-        pairs = [
-            (ours[key], theirs[key]) if more else (theirs[key], ours[key])
-            for key, _, more in _COLUMNS.values()
-        ]
-        rows.append(
-            [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
-        )
-    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, [*_NOTES, *described])
+    report.table(f"serve, {load.describe()}", _COLUMNS, runs.items(), [*_NOTES, *described])
+    ours = runs.pop(OURS, None)
+    if ours and runs:
+        others = [(f"better than {name}", _compare(ours, run)) for name, run in runs.items()]
+        columns: dict[str, Column] = {title: (key, ratio) for title, (key, _) in _COLUMNS.items()}
+        report.table("leank, how many times as much or as fast", columns, others)
+
+
+def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | None]:
+    """How many times as many, or as fast, ours is in each column."""
+    pairs = {
+        key: (theirs[key], ours[key]) if key.endswith("milliseconds") else (ours[key], theirs[key])
+        for key, _ in _COLUMNS.values()
+    }
+    return {key: over / under if under else None for key, (over, under) in pairs.items()}

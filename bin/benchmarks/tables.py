@@ -6,10 +6,10 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +20,10 @@ _PACKAGES = ("torch", "transformers", "tilelang", "triton", "leank-convert")
 _WIDTH = 100
 _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]
+REPLAYED = "CUDA graph replay"  # how most figures are measured
+
+Column = tuple[str, Callable[[Any], str]]
+"""The key of a figure in its row, and how it is written."""
 
 
 class Report:
@@ -58,28 +62,55 @@ class Report:
 
     def document(self, benchmark: str, **results: Any) -> dict[str, Any]:
         """Put a command's results together; `command` is what was typed."""
-        typed = ["bin/benchmark", *sys.argv[1:]]
-        facts = {"benchmark": benchmark, "format_version": FORMAT_VERSION, "command": typed}
-        return {**facts, "environment": self.environment, "subject": dict(self._subject), **results}
+        return {
+            "benchmark": benchmark,
+            "format_version": FORMAT_VERSION,
+            "command": ["bin/benchmark", *sys.argv[1:]],
+            "environment": self.environment,
+            "subject": dict(self._subject),
+            **results,
+        }
 
     def line(self, text: str) -> None:
         """Write one line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+        self,
+        title: str,
+        columns: Mapping[str, Column],
+        rows: Iterable[tuple[str, Mapping[str, Any]]],
+        notes: Iterable[str] = (),
+        *,
+        timed: Iterable[tuple[str, Mapping[str, Any]]] | None = None,
     ) -> None:
-        """Write a table, and notes below it; columns without a heading are text, the others figures."""
+        """Write a row of figures for each label, and notes below.
+
+        The last notes say which rows have no figures, and which of `timed` (None for the rows) were not
+        timed by replays of a graph.
+        """
+        rows = list(rows)
         self._console.print(title, style="bold", markup=False, soft_wrap=True)
         table = Table()
-        for column in columns:
-            justify: Literal["left", "right"] = "right" if column else "left"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=not column)
-        for row in rows:
-            table.add_row(*row)
+        for column in ("", *columns):
+            table.add_column(
+                column, justify="right" if column else "left", overflow="fold", no_wrap=not column
+            )
+        for label, figures in rows:
+            table.add_row(label, *(write(figures.get(key)) for key, write in columns.values()))
         self._console.print(table)
-        for note in notes:
+        why = [f"{label} has no figures: {figures['why']}" for label, figures in rows if "why" in figures]
+        for note in (*notes, *why, *_name_methods(rows if timed is None else timed)):
             self._console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+def _name_methods(timed: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """A line for every other way of measuring than replays, with what was measured so."""
+    others: dict[str, list[str]] = {}
+    for label, figures in timed:
+        if figures.get("milliseconds") is not None and figures.get("method", REPLAYED) != REPLAYED:
+            others.setdefault(figures["method"], []).append(label)
+    return [f"not by a graph's replay but by {method}: {', '.join(who)}" for method, who in others.items()]
 
 
 def number(value: float | None, digits: int = 2, unit: float = 1) -> str:

@@ -1,35 +1,47 @@
 """`bin/benchmark train`: a training step beside its own prefill, in seconds and in memory.
 
-Before anything is timed, loss and gradient are compared with full sequences in higher precision.
+Before anything is timed, loss and gradient are compared with the same passes in higher precision, neither
+fused nor captured as graphs; that these equal full sequences is what the tests of training show.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from bin.benchmarks.measuring import peak_memory, release_memory, time_whole
-from bin.benchmarks.random_models import TOO_LARGE, Setup
-from bin.benchmarks.tables import Report, number, ratio
-from bin.benchmarks.training_check import (
-    CHECKED_TOKENS,
-    build_trainee,
-    check_step,
-    draw_factors,
-    draw_sample,
-)
-from leank_convert.data import TrainingSample
-from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.train.attention import Student
+from bin.benchmarks.decode_attention import EXACT, judge, relative_error
+from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
+from bin.benchmarks.random_models import Setup, random_prompt, stock_config
+from bin.benchmarks.tables import Column, Report, number, ratio
+from leank_convert.architectures import ModelFacts
+from leank_convert.data import Question, TrainingSample
+from leank_convert.errors import LeanKError
+from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
+# Higher precision needs twice the weights; and every further layer's rounding blurs what is compared.
+_CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
+# Standard deviation of q and k; 0.02, transformers' default, gives as much to a hidden size of 4096. With far
+# less, attention is uniform and hardly tells one channel from another.
+_STATE_SPREAD = 1.28
+_COLUMNS: dict[str, Column] = {
+    "seconds": ("seconds", partial(number, digits=3)),
+    "of our\nprefill": ("ratio_to_own_prefill", ratio),
+    "peak\nGB": ("peak_bytes", partial(number, unit=1e9)),
+    "of weights\n+ K/V": ("ratio", ratio),
+}
 
 
 def benchmark_train(
@@ -41,7 +53,7 @@ def benchmark_train(
     loss or gradient is not right, the JSON document that is returned has `ok` false and no figures.
 
     Raises:
-        LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
+        LeanKError: If the length leaves nothing to prune.
     """
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
@@ -53,23 +65,109 @@ def benchmark_train(
         )
     report = Report(setup.device, setup.describe(masked=False))
     results: dict[str, Any] = {}
-    with out_of_memory(*TOO_LARGE):
-        torch.manual_seed(0)
-        check = check_step(setup, min(length, CHECKED_TOKENS), questions, question_size)
-        release_memory(setup.device)
-        for case in check["cases"]:
-            error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
-            report.line(
-                f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
-                f"full sequences {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
-            )
-        if check["ok"]:
-            model = build_trainee(setup.geometry, setup)
-            samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
-            results["step"] = measure_step(model, samples, setup, rounds)
-            _print_step(report, results["step"])
+    torch.manual_seed(0)
+    check = check_step(setup, min(length, _CHECKED_TOKENS), questions, question_size)
+    release_memory(setup.device)
+    for case in check["cases"]:
+        error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
+        report.line(
+            f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
+            f"plain passes {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
+        )
+    if check["ok"]:
+        model = fused(build_trainee(setup))
+        samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
+        results["step"] = measure_step(model, samples, setup, rounds)
+        _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
     return report.document("train", ok=check["ok"], dtype=setup.dtype_name, **sizes, check=check, **results)
+
+
+def build_trainee(setup: Setup) -> Any:
+    """A model of random weights with training's attention, frozen, made on the device."""
+    spread = _STATE_SPREAD / math.sqrt(setup.geometry.config["hidden_size"])
+    with torch.device(setup.device):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            stock_config(setup.geometry, initializer_range=spread),
+            dtype=setup.dtype,
+            attn_implementation=ATTENTION_NAME,
+        )
+    return model.eval().requires_grad_(False)
+
+
+def fused(model: Any) -> Any:
+    """The model with the layers that training gives it on a GPU."""
+    if model.device.type == "cuda":
+        fuse_layers(model)
+    return model
+
+
+def draw_sample(
+    model: Any, length: int, num_questions: int, question_size: tuple[int, int], seed: int = 0
+) -> TrainingSample:
+    """Random tokens as training gets them: one question is part of what is stored, several follow it.
+
+    `length` counts context, one question and its answer: the positions that are used.
+    """
+    total, answer = sum(question_size), question_size[1]
+    ids = random_prompt(model, 1, length + (num_questions - 1) * total, seed)[0].cpu()
+    start = length - answer if num_questions == 1 else length - total
+    questions = (Question(asked, len(asked) - answer) for asked in ids[start:].chunk(num_questions))
+    return TrainingSample(task="random tokens", prefix_ids=ids[:start], questions=tuple(questions))
+
+
+def draw_factors(facts: ModelFacts, device: torch.device) -> Tensor:
+    """Scaling factors uniform over [0, 1], as in the middle of training: float32 [L, H_kv, D]."""
+    return torch.rand(facts.mask_shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def check_step(
+    setup: Setup, length: int, num_questions: int, question_size: tuple[int, int]
+) -> dict[str, Any]:
+    """Compare loss and gradient with those in higher precision, on a shallow model of the shape.
+
+    Checked are stage 1 with one question, which is what is timed, and some questions on one context with a
+    head that is empty, as stage 2 may have it.
+    """
+    num_layers = min(setup.geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
+    config = {**setup.geometry.config, "num_hidden_layers": num_layers}
+    shallow = replace(setup, geometry=replace(setup.geometry, config=config))
+    plain, facts = build_trainee(shallow), shallow.geometry.facts
+    ours, exact = fused(copy.deepcopy(plain)), copy.deepcopy(plain).to(EXACT[setup.dtype])
+    factors = draw_factors(facts, setup.device)
+    emptied = factors.clone()
+    emptied[0, 0] = 0.0
+    students = Student(setup.windows, factors), Student(setup.windows, emptied, emptied.any(-1))
+    cases = []
+    for stage, student in enumerate(students, start=1):
+        count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
+        sample = draw_sample(ours, length, count, question_size, seed=stage)
+        found = differentiate(ours, facts, sample, student)
+        own, truth = (
+            differentiate(model, facts, sample, student, captures=False) for model in (plain, exact)
+        )
+        errors, theirs = (
+            [relative_error(*pair) for pair in zip(each, truth, strict=True)] for each in (found, own)
+        )
+        # One number, the loss, may be right by luck: it is held to the larger of the errors.
+        loss, gradient = judge(errors[0], max(theirs)), judge(errors[1], theirs[1])
+        ok = loss["ok"] and gradient["ok"]
+        cases.append({"stage": stage, "questions": count, "loss": loss, "gradient": gradient, "ok": ok})
+    ok = all(case["ok"] for case in cases)
+    return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
+
+
+def differentiate(
+    model: Any, facts: ModelFacts, sample: TrainingSample, student: Student, *, captures: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Loss, and gradient of the scaling factors [L, H_kv, D], once what may be captured is."""
+    factors = student.scaling_factors.clone().requires_grad_()
+    gradients = Gradients(model, facts, sample.num_positions, offload=not captures)
+    for _ in range(3 if gradients.captures else 1):
+        factors.grad = None
+        loss = gradients.add(sample, replace(student, scaling_factors=factors), 1.0)
+    assert factors.grad is not None
+    return loss, factors.grad
 
 
 def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
@@ -97,8 +195,8 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, ro
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = asdict(time_whole(call, device, rounds=rounds))
-        return {"seconds": timing["milliseconds"] / 1e3, "spread": timing["spread"], "rounds": rounds}
+        timing = time_whole(call, device, rounds=rounds)
+        return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.
     prefix = min((sample.prefix_ids for sample in samples), key=len)
@@ -106,38 +204,26 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, ro
     weights = sum(weight.nbytes for weight in model.parameters())
     cache = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * length
     cache *= model.dtype.itemsize
-    steps = []
-    for sample in samples:
+
+    def measure(sample: TrainingSample) -> dict[str, Any]:
+        found: dict[str, Any] = {"questions": len(sample.questions)}
         release_memory(device)
-        with peak_memory(device) as peak:
-            step = seconds(optimizer_step(model, sample, setup))
-        step |= {"questions": len(sample.questions), "peak_bytes": peak.bytes}
-        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
-        step["ratio"] = peak.bytes and peak.bytes / (weights + cache)
-        steps.append(step)
+        peak, _ = peak_bytes(device, lambda: found.update(seconds(optimizer_step(model, sample, setup))))
+        found["ratio_to_own_prefill"] = found["seconds"] / prefill["seconds"]
+        return {**found, "peak_bytes": peak, "ratio": peak and peak / (weights + cache)}
+
+    steps = [measure(sample) for sample in samples]
     sizes = {"length": length, "context": len(prefix), "weight_bytes": weights, "cache_bytes": cache}
     return {**sizes, "prefill": prefill, "steps": steps}
 
 
 def _print_step(report: Report, found: dict[str, Any]) -> None:
-    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", ""]]
-    rows += [
-        [
-            f"step, {step['questions']} on a context",
-            number(step["seconds"], 3),
-            ratio(step["ratio_to_own_prefill"]),
-            number(step["peak_bytes"], unit=1e9),
-            ratio(step["ratio"]),
-        ]
-        for step in found["steps"]
+    rows = [("our prefill", found["prefill"])]
+    rows += [(f"step, {step['questions']} on a context", step) for step in found["steps"]]
+    notes = [
+        f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
+        f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
+        f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
     ]
-    report.table(
-        f"one step on {found['length']:,} tokens, by questions on a context",
-        ["", "seconds", "of our\nprefill", "peak\nGB", "of weights\n+ K/V"],
-        rows,
-        [
-            f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
-            f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
-            f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
-        ],
-    )
+    title = f"one step on {found['length']:,} tokens, by questions on a context"
+    report.table(title, _COLUMNS, rows, notes)

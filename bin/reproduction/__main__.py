@@ -44,8 +44,15 @@ from leank_convert.errors import LeanKError
     help="Begin no piece of work after so many. Default: do all.",
 )
 @click.option(
+    "--packaged",
+    is_flag=True,
+    help="Of a real model: take LeanK's masks from the package, by the model's hub id and the ratio, in "
+    "place of training them anew; of a larger lambda those of ratios that it alone has.",
+)
+@click.option(
     "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
 )
+@click.option("--worker", type=int, hidden=True)  # one of several, of which another process reports
 def main(
     out: Path | None,
     model: str,
@@ -54,19 +61,21 @@ def main(
     device: str | None,
     workers: int | None,
     minutes: float | None,
+    packaged: bool,
     quick: bool,
+    worker: int | None,
 ) -> None:
     """Make masks, let their caches answer the same prompts, and write what was found to OUT/tables.md.
 
     Of testbed and smollm2: the paper's experiments, masks by every method. Of qwen2.5-coder: LeanK's masks
     and rounded caches, keys centred and not. How long it takes is said before it begins.
 
-    OUT (default: out/reproduce, for others out/reproduce-MODEL) keeps masks and answers: run the same
-    command again, and it goes on where it was. Several at once share the work.
+    OUT (default: out/reproduce, for others out/reproduce-MODEL, or out/reproduce-MODEL-packaged) keeps masks
+    and answers: run the same command again, and it goes on where it was. Several at once share the work.
     """
-    from bin.reproduction.experiment import reproduce
+    from bin.reproduction.experiment import Experiment
     from bin.reproduction.plans import make_plan
-    from bin.reproduction.workers import count_gpus
+    from bin.reproduction.workers import count_gpus, run_workers
     from leank_convert.device import choose_device
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -75,10 +84,16 @@ def main(
         if workers is None:
             workers = max(1, count_gpus()) if device is None else 1
         folder = None if model == "testbed" else str(_find_model(model, model_folder))
-        out = out or Path("out/reproduce" if folder is None else f"out/reproduce-{model}")
-        options = {"texts": texts, "device": device, "num_workers": workers, "minutes": minutes}
-        plan = make_plan(model, quick=quick, on_gpu=on_gpu)
-        click.echo(reproduce(out, plan, model=folder, **options))  # type: ignore[arg-type]
+        suffix = ("" if folder is None else f"-{model}") + ("-packaged" if packaged else "")
+        plan = make_plan(model, quick=quick, on_gpu=on_gpu, packaged=packaged)
+        experiment = Experiment(out or Path(f"out/reproduce{suffix}"), plan, folder, texts, device, minutes)
+        if worker is not None:
+            experiment.work(f"worker {worker}: ")
+            return
+        click.echo(experiment.forecast(workers), err=True)
+        if workers > 1:
+            run_workers(sys.argv[1:], workers)
+        click.echo(experiment.run())
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.plan import DENSE_NAME, Cell, Entry
+from bin.reproduction.plan import DENSE_NAME, Cell, Entry, Plan
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.comparison import Difference, compare
@@ -29,43 +29,41 @@ Scores = dict[Cell, list[float]]
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompts of one seed, and what was found on them.
+    """Prompts of one seed, and what was found on them."""
 
-    Attributes:
-        bench: The model and the masks.
-        folder: Where answers are kept.
-        seed: Of the prompts.
-        cells: Which tasks at which lengths.
-        floor: A cell is left out once the dense model scores no more.
-        batch_tokens: Tokens of prompts that are answered together.
-    """
-
-    bench: Bench
-    folder: Path
-    seed: int
-    cells: tuple[Cell, ...]
-    floor: float
-    batch_tokens: int
+    bench: Bench  # the model and the masks
+    plan: Plan  # how many prompts an entry is asked, and how many together
+    folder: Path  # where answers are kept
+    seed: int  # of the prompts
+    cells: tuple[Cell, ...]  # which tasks at which lengths
+    floor: float  # a cell is left out once the dense model scores no more
 
     def is_done(self, cell: Cell, count: int, entries: Sequence[Entry]) -> bool:
-        """Whether all have answered so many, or need not, as the dense model cannot."""
+        """Whether all have answered what they are asked, or need not, as the dense model cannot."""
         kept = self.read(cell)
-        return self._is_weak(kept) or all(len(kept.get(entry.name, ())) >= count for entry in entries)
+        asked = {entry.name: self.plan.num_asked(entry, cell, count) for entry in entries}
+        return self._is_weak(kept) or all(len(kept.get(name, ())) >= number for name, number in asked.items())
 
     def ask(self, cell: Cell, count: int, entries: Sequence[Entry]) -> None:
         """Let entries answer what they have not answered yet, and write their scores down."""
-        prompts, names = self.draw(cell, count), [entry.name for entry in entries]
+        prompts = self.draw(cell, count)
         log = AnswerLog(self.folder / cell.name, self._settings(cell))
-        variants = [self.bench.variant(entry) for entry in entries]
-        size = max(1, self.batch_tokens // cell.length)
-        left = log.missing(prompts, names)
-        for start in range(0, len(left), size):
-            batch = left[start : start + size]
+        asked = [
+            (self.bench.variant(entry), prompts[: self.plan.num_asked(entry, cell, count)])
+            for entry in entries
+        ]
+        size = max(1, self.plan.batch_tokens // cell.length)
+        for start in range(0, count, size):
+            here = slice(start, start + size)
             # Where a plan has grown, its new entries answer alone.
-            waiting = [variant for variant in variants if log.missing(batch, [variant.name])]
+            waiting = [variant for variant, own in asked if log.missing(own[here], [variant.name])]
+            batch = log.missing(prompts[here], [variant.name for variant in waiting])
             for answers in answer_prompts(self.bench.evaluated, batch, waiting, batch_size=size):
                 log.add(answers)
-        scores = {name: [log.outcome(prompt, [name]).scores[name] for prompt in prompts] for name in names}
+        scores = {
+            variant.name: [log.outcome(prompt, [variant.name]).scores[variant.name] for prompt in own]
+            for variant, own in asked
+        }
         write_atomically(self._path(cell), json.dumps({**self.read(cell), **scores}).encode())
 
     def draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:

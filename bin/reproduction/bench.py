@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,17 +13,23 @@ import torch
 from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
-from bin.reproduction.plan import EVERY_CHANNEL, Entry, Plan
+from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
 from bin.reproduction.rounded import RoundedPrompt
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
-from leank_convert.export import export_checkpoint
-from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.hub import resolve_model
-from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
+from leank_convert.mask import (
+    MASK_FILE_NAME,
+    ChannelMask,
+    MaskProvenance,
+    all_channels_mask,
+    load_mask,
+    save_mask,
+)
+from leank_convert.masks import find_by_model
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
@@ -31,25 +38,23 @@ from leank_convert.train.state import TrainingDirectory
 
 
 class Masks(Mapping[str, Mapping[float, ChannelMask]]):
-    """Masks by run and pruning ratio, in a folder each; read once.
-
-    Args:
-        plan: The runs, and the recipe that they change.
-        model: What they are made for.
-        folder: Where they lie.
-        device: Where they are made.
-    """
+    """Masks of a plan's runs for a model, by run and pruning ratio, in a folder each; read once."""
 
     def __init__(self, plan: Plan, model: str, folder: Path, device: torch.device) -> None:
         self._plan, self._model, self._folder, self._device = plan, model, folder, device
         self._recipes: dict[str, Recipe] = {}
         self._read: dict[str, dict[float, ChannelMask]] = {}
+        named = self._recipe(MAIN).model.id or model
+        self.packaged = {
+            name: {ratio: _find_packaged(named, ratio) for ratio in plan.runs[name].ratios}
+            for name in plan.packaged
+        }
 
     def __getitem__(self, name: str) -> Mapping[float, ChannelMask]:
         if name not in self._read:
-            self._read[name] = {
-                ratio: load_mask(result.mask) for ratio, result in self._results(name).items()
-            }
+            files = self.packaged.get(name)
+            files = files or {ratio: result.mask for ratio, result in self._results(name).items()}
+            self._read[name] = {ratio: load_mask(file) for ratio, file in files.items()}
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -64,6 +69,8 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
         Raises:
             LeanKError: If they are of another recipe.
         """
+        if name in self.packaged:
+            return True
         results = self._results(name)
         # Where a kill came between the two, nothing says what the mask was made by.
         if not all(result.mask.exists() and result.recipe.exists() for result in results.values()):
@@ -107,43 +114,47 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
             )
 
 
-class Bench:
-    """A model with all of its channels, which any mask can be tried on.
+def _find_packaged(model: str, ratio: float) -> Path:
+    hint = "leave `--packaged` out, and masks are trained"
+    try:
+        found = find_by_model(model, ratio)
+    except LeanKError as error:
+        raise LeanKError(str(error), hint=hint) from error
+    if found is None:
+        raise LeanKError(f"the package has no mask of `{model}`", hint=hint)
+    return found
 
-    Args:
-        plan: What is tried.
-        model: A folder, a hub id, or `testbed`.
-        out: Where masks and scales are kept.
-        device: Where it is measured.
-    """
+
+class Bench:
+    """A model (a folder, a hub id, or `testbed`) with all of its channels, which any mask can be tried on."""
 
     def __init__(self, plan: Plan, model: str, out: Path, device: torch.device) -> None:
         self.recipe = load_recipe(plan.recipe, plan.overrides)
         self.model, self.device = model, device
         self.masks = Masks(plan, model, out / "masks", device)
         self.scales_file = out / "constants.pt"
-        self._main_ratio = plan.main_ratio
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
-        """The model, exported with all of its channels and loaded as a user would; heads stay in order."""
-        config = read_config(resolve_model(self.model))
-        mask = all_channels_mask(read_model_facts(config, origin=self.model))
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = Path(folder, "checkpoint")
-            export_checkpoint(self.model, mask, checkpoint, **self.recipe.windows.model_dump())
-            copy_runtime_files(checkpoint)  # kernels of FP8 caches, too: entries ask for one by call
-            return load_evaluated(checkpoint, self.device, trust=True)
+        """The model, in memory, with all of its channels; heads stay in order."""
+        folder = resolve_model(self.model)
+        facts = read_model_facts(read_config(folder), origin=self.model)
+        sizes = self.recipe.windows.model_dump()
+        known = MaskProvenance.for_model(self.model, facts, method="all channels", **sizes)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, MASK_FILE_NAME)
+            save_mask(replace(all_channels_mask(facts), provenance=known), path)
+            return load_evaluated(folder, self.device, mask=path)
 
     def mask(self, entry: Entry) -> ChannelMask:
         """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
         assert entry.run is not None
-        return self.masks[entry.run][entry.ratio or self._main_ratio]
+        return self.masks[entry.run][entry.ratio or MAIN_RATIO]
 
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
         scales = measure_cache(self.model, self.recipe, device=self.device).scales(
-            self.masks[run][self._main_ratio]
+            self.masks[run][MAIN_RATIO]
         )
         torch.save({"key_scale": scales.keys, "value_scale": scales.values}, self.scales_file)
 

@@ -26,7 +26,7 @@ from bin.reproduction.plan import (
 _RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
 _NO_SAMPLES = "held_out_samples=0"
-_ROUNDS_BEFORE_OTHERS = 2
+_ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
 
 
@@ -42,8 +42,9 @@ class CentredSizes:
         "niah_multiquery", "vt", "fwe",
     )  # fmt: skip
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    rounds: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 80, 100)  # prompts of a cell that are answered by then
-    most_slow: int = 32  # of these, by caches that no kernels read
+    rounds: tuple[int, ...] = (32, 64, 100)  # prompts of a cell that are answered by then
+    # Of these, by caches in int4, which no kernels read: by length, whole batches.
+    most_int4: tuple[tuple[int, int], ...] = ((4096, 32), (8192, 32), (16384, 16), (32768, 8))
     other_tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "niah_multivalue")
     other_lengths: tuple[int, ...] = (8192, 16384)
     num_others: int = 32
@@ -79,9 +80,12 @@ QUICK_CENTRED = CentredSizes(
 )  # fmt: skip
 
 
-def make_centred_plan(sizes: CentredSizes) -> Plan:
-    """Lay out all that answers and what it is asked."""
-    runs = {MAIN: Run((), sizes.ratios), _WIDE: Run((f"stage1.l1_weight={_WIDE_LAMBDA}",), sizes.wide_ratios)}
+def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
+    """Lay out all that answers and what it is asked; masks of LeanK may be the package's."""
+    wide_ratios = sizes.wide_ratios
+    if packaged:  # which has one mask a ratio, and the main run has it already
+        wide_ratios = tuple(ratio for ratio in wide_ratios if ratio not in sizes.ratios)
+    runs = {MAIN: Run((), sizes.ratios), _WIDE: Run((f"stage1.l1_weight={_WIDE_LAMBDA}",), wide_ratios)}
     for method in ("static-norm", "double-sparsity"):
         for centred in ("true", "false"):
             settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
@@ -94,7 +98,7 @@ def make_centred_plan(sizes: CentredSizes) -> Plan:
         return Entry(name, run=MAIN, kv_dtype=kv_dtype, **changes)  # type: ignore[arg-type]
 
     curve = [take(f"leank {ratio:.0%}", ratio) for ratio in sizes.ratios]
-    wide = [take(f"leank {ratio:.0%}, lambda {_WIDE_LAMBDA}", ratio, _WIDE) for ratio in sizes.wide_ratios]
+    wide = [take(f"leank {ratio:.0%}, lambda {_WIDE_LAMBDA}", ratio, _WIDE) for ratio in wide_ratios]
     rounded = [
         keep("fp8", "fp8"),
         take("leank 70% x fp8", kv_dtype="fp8"),
@@ -133,12 +137,9 @@ def make_centred_plan(sizes: CentredSizes) -> Plan:
             ]
         alone.append(keep(f"{kv_dtype}, V alone", kv_dtype, rounded="V"))
     main = [DENSE, *(entry for entry in curve if entry.ratio in (0.7, 0.8)), *rounded]
-    fast = [entry for entry in main if entry.kv_dtype != "int4"]
     cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
     others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
-    rounds = tuple(
-        Round(count, singles(main if count <= sizes.most_slow else fast)) for count in sizes.rounds
-    )
+    rounds = tuple(Round(count, singles(main)) for count in sizes.rounds)
     ruler = Part("ruler", _RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
     return Plan(
         title="Centred keys on Qwen2.5-Coder-1.5B-Instruct",
@@ -166,4 +167,6 @@ def make_centred_plan(sizes: CentredSizes) -> Plan:
             answering=singles(main),
         ),
         has_scales=True,
+        packaged=(MAIN, _WIDE) if packaged else (),
+        most_int4=dict(sizes.most_int4),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from bin.reproduction.bench import Bench
 from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row
 from bin.reproduction.texts import Texts, find_kinds
 from bin.reproduction.units import Unit, forecast, work_off
-from bin.reproduction.workers import run_workers
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import fill_caches
@@ -34,19 +33,8 @@ from leank_convert.mask import package_versions
 REPORT_NAME = "tables.md"
 
 
-def reproduce(
-    out: Path,
-    plan: Plan,
-    *,
-    model: str | None = None,
-    texts: Path | None = None,
-    device: str | torch.device | None = None,
-    num_workers: int = 1,
-    minutes: float | None = None,
-) -> Path:
-    """Do what is left of a plan, or as much as there is time for, and write the report of what is there.
-
-    Masks and answers stay in `out`; nothing is made twice, by however many processes.
+class Experiment:
+    """All units of a plan and their results; masks and answers stay in `out`, and nothing is made twice.
 
     Args:
         out: The folder; one of an earlier run is gone on with.
@@ -54,33 +42,12 @@ def reproduce(
         model: A folder, a hub id, or `testbed`; default: the recipe's.
         texts: The folder that `bin/fetch-texts` wrote; None: one kind of text is all.
         device: Default: CUDA if there is any, else the CPU.
-        num_workers: Processes that do the work, each on one GPU; 1 is this one.
         minutes: After so many no piece of work is begun; None for all.
 
-    Returns:
-        The report.
-
     Raises:
-        LeanKError: As training and evaluation; also if `out` holds masks or answers of other settings.
+        LeanKError: If a packaged mask is asked for that there is not; later as training and evaluation, and
+            if `out` holds masks or answers of other settings.
     """
-    check_folder(out)
-    deadline = None if minutes is None else time.time() + 60 * minutes
-    experiment = Experiment(out, plan, model, texts, device, deadline)
-    told = forecast(experiment.list_units(), out, num_workers)
-    Console(stderr=True).print(told, highlight=False, soft_wrap=True)
-    if num_workers > 1:
-        run_workers(_work, (out, plan, model, texts, device, deadline), num_workers)
-    experiment.work()
-    return experiment.report()
-
-
-def _work(*arguments: Any) -> None:
-    *of_experiment, number = arguments
-    Experiment(*of_experiment).work(f"worker {number}: ")
-
-
-class Experiment:
-    """All units of a plan and their results, for the arguments of `reproduce`; `deadline` is in Unix time."""
 
     def __init__(
         self,
@@ -89,23 +56,34 @@ class Experiment:
         model: str | None = None,
         texts: Path | None = None,
         device: str | torch.device | None = None,
-        deadline: float | None = None,
+        minutes: float | None = None,
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.out, self.plan, self._deadline = out, plan, deadline
+        check_folder(out)
+        self.out, self.plan, self._mark = out, plan, out / "packaged"
+        # Answers go by names that trained and packaged masks share.
+        if out.exists() and any(out.iterdir()) and self._mark.exists() != bool(plan.packaged):
+            found = "packaged" if self._mark.exists() else "trained"
+            raise LeanKError(f"`{out}` holds answers by {found} masks", hint="name another output folder")
+        self._deadline = None if minutes is None else time.time() + 60 * minutes
         self.bench = Bench(plan, model or _name_model(plan), out, choose_device(device))
-        self.parts: dict[str, Answers] = {}
-        for part in plan.parts:
-            self.parts[part.name] = Answers(
-                self.bench, out / part.name, part.seed, part.cells, part.floor, plan.batch_tokens
-            )
+        self.parts = {
+            part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)
+            for part in plan.parts
+        }
         kinds = [] if plan.text is None else find_kinds(texts)
         self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
         self._chosen: dict[Row, tuple[Entry, dict[str, float]]] = {}
 
+    def forecast(self, num_workers: int = 1) -> str:
+        """How long what is left takes, in one line."""
+        return forecast(self.list_units(), self.out, num_workers)
+
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
         self.out.mkdir(parents=True, exist_ok=True)
+        if self.plan.packaged:
+            self._mark.touch()
         console = Console(stderr=True)
         units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
         deadline = self._deadline
@@ -115,6 +93,11 @@ class Experiment:
             lambda line: console.print(f"{prefix}{line}", highlight=False, soft_wrap=True),
             lambda: deadline is not None and time.time() > deadline,
         )
+
+    def run(self) -> Path:
+        """Do it all, or as much as there is time for, and write the report."""
+        self.work()
+        return self.report()
 
     def report(self) -> Path:
         """Write the report of what is there by now."""
@@ -159,9 +142,9 @@ class Experiment:
             units.append(Unit("bytes", self._is_weighed, self._weigh, needs))
         return units
 
-    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterable[Unit]:
+    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterator[Unit]:
         """A unit for every cell and round of a part; notes each cell's last one."""
-        answers, pace = self.parts[part.name], self.plan.pace
+        answers = self.parts[part.name]
 
         def call(function: Callable[..., Any], cell: Cell, each: Round) -> Any:
             return function(cell, each.num_prompts, self._pick(each.rows))
@@ -171,38 +154,44 @@ class Experiment:
             for cell in part.cells:
                 place = f"{part.name}/{cell.name}"
                 before, *needed = last.get(place, (0,))
-                seconds = pace.of_prompt(cell.length) + sum(pace.of(row[0]) for row in each.rows)
+                seconds = [
+                    self._forecast_round(cell, each.rows, count) for count in (before, each.num_prompts)
+                ]
                 unit = Unit(
                     _name_unit(part, cell, each),
                     partial(call, answers.is_done, cell, each),
                     partial(call, answers.ask, cell, each),
                     (*needs, *map(str, needed)),
-                    (each.num_prompts - before) * seconds,
+                    seconds[1] - seconds[0],
                 )
                 last[place] = each.num_prompts, unit.name
                 yield unit
 
-    def _list_text_units(self) -> list[Unit]:
+    def _forecast_round(self, cell: Cell, rows: Sequence[Row], num_prompts: int) -> float:
+        """Rough seconds in which these rows answer a cell's first prompts."""
+        pace = self.plan.pace
+        answers = (pace.of(row[0]) * self.plan.num_asked(row[0], cell, num_prompts) for row in rows)
+        return num_prompts * pace.of_prompt(cell.length) + sum(answers)
+
+    def _list_text_units(self) -> Iterator[Unit]:
         text, pace = self.plan.text, self.plan.pace
         if text is None:
-            return []
+            return
 
-        def call(function: Callable[..., Any], rows: Sequence[Row], *arguments: Any) -> Any:
-            return function(*arguments, self._pick(rows))
+        def make(name: str, rows: Sequence[Row], done: Callable[..., bool], do: Callable[..., None]) -> Unit:
+            def call(function: Callable[..., Any]) -> Any:
+                return function(self._pick(rows))
 
-        whole, units = self.out / "text.json", []
+            return Unit(
+                name, partial(call, done), partial(call, do), self._needs(rows), pace.text * len(rows)
+            )
+
         for texts in self.texts:
             for length in text.lengths:
-                is_fed = partial(_any_exists, whole, texts.fed_file(length))
-                feed = partial(call, texts.feed, text.rows, length)
-                needs, seconds = self._needs(text.rows), pace.text * len(text.rows)
-                units.append(Unit(f"text/{texts.kind}-{length}", is_fed, feed, needs, seconds))
-        units.append(Unit("text", whole.exists, self._join_texts, tuple(unit.name for unit in units)))
+                has, feed = partial(texts.has_fed, length), partial(texts.feed, length)
+                yield make(f"text/{texts.kind}-{length}", text.rows, has, feed)
         for texts in self.texts if text.answering else ():
-            has, answer = (partial(call, each, text.answering) for each in (texts.has_answered, texts.answer))
-            needs, seconds = self._needs(text.answering), pace.text * len(text.answering)
-            units.append(Unit(f"text/{texts.kind}-answers", has, answer, needs, seconds))
-        return units
+            yield make(f"text/{texts.kind}-answers", text.answering, texts.has_answered, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Units that make what these rows answer by."""
@@ -220,15 +209,6 @@ class Experiment:
         """Each row's entry, once validation is done."""
         found = [self.choose(row) for row in rows]
         return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
-
-    def _join_texts(self) -> None:
-        assert self.plan.text is not None
-        found = {
-            f"{texts.kind}, {length}": read_json(texts.fed_file(length))
-            for texts in self.texts
-            for length in self.plan.text.lengths
-        }
-        write_atomically(self.out / "text.json", json.dumps(found, indent=1).encode())
 
     @property
     def bytes_file(self) -> Path:
@@ -255,10 +235,13 @@ class Experiment:
         computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         windows = recipe.windows
         seeds = ", ".join(f"{name} {answers.seed}" for name, answers in self.parts.items())
+        packaged = [path.stem for files in self.bench.masks.packaged.values() for path in files.values()]
         return [
             f"model: {model_name(recipe.model.id or self.bench.model)}",
             f"windows: sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
-            f"main setting: {recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
+            f"main setting: packaged masks {', '.join(packaged)}"
+            if packaged
+            else f"main setting: {recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
             f"{recipe.stage1.l1_weight:g}, width multiple {recipe.width_multiple}, seed {recipe.seed}",
             f"seeds of prompts, each plus the length: {seeds}",
             f"told on: {device.type} ({computed_on})",
@@ -283,7 +266,3 @@ def _make(unit: Unit) -> None:
 def _name_unit(part: Part, cell: Cell, each: Round) -> str:
     """Name a round of a cell; two rounds may ask as many prompts, of other caches."""
     return f"{part.name}/{cell.name}-{len(each.rows)}x{each.num_prompts}"
-
-
-def _any_exists(*paths: Path) -> bool:
-    return any(path.exists() for path in paths)

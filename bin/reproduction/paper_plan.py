@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from bin.reproduction.plan import (
     DENSE,
     EVERY_CHANNEL,
     MAIN,
+    MAIN_RATIO,
     VALIDATION,
     Cell,
     Entry,
@@ -41,6 +42,8 @@ _PER_HEAD_BUDGET = "per-head-budget-dynamic"
 _HEAD_METHODS = tuple(m.name for m in METHODS.values() if m.whole_heads or m.has_gates)
 _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.whole_heads)
 _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands beside LeanK on a real model
+_HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
+_SHOWN = (MAIN_RATIO, _HARD_RATIO)
 _TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
 
 
@@ -79,11 +82,14 @@ class Sizes:
     recipe: str = "quickstart"  # name or file of the recipe that every run changes
     overrides: tuple[str, ...] = ()  # changes to it that all runs share
     side_overrides: tuple[str, ...] = ()  # changes that all runs but the main one share
-    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # pruning ratios of the comparison, ascending
-    main_ratio: float = 0.7  # the one that all tables show
-    hard_ratio: float = 0.9  # another, where differences are large
-    head_ratio: float = 0.5  # where methods that prune whole heads are compared with one another
-    combined_ratio: float = 0.8  # of LeanK on top of DuoAttention, compared with DuoAttention at `head_ratio`
+    ratios: tuple[float, ...] = (
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        0.95,
+    )  # of the comparison, ascending, 0.7 and 0.9 among them
     num_seeds: int = 5  # runs of the main setting
     l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
     width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
@@ -110,8 +116,6 @@ QUICK = Sizes(
         "stage1.steps=4", "stage2.steps=2", "heads.steps=4", "data.max_length=384", "calibration_prompts=2",
     ),
     ratios=(0.7, 0.9),
-    head_ratio=0.7,
-    combined_ratio=0.9,
     num_seeds=2,
     l1_weights=(0.06,),
     width_multiples=(32,),
@@ -149,8 +153,6 @@ QUICK_SMOLLM2 = replace(
         "stage2.validation_contexts=1", "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
     ),
     ratios=(0.7, 0.9),
-    head_ratio=0.7,
-    combined_ratio=0.9,
     l1_weights=(),
     num_seeds=1,
     width_multiples=(),
@@ -170,8 +172,8 @@ QUICK_SMOLLM2 = replace(
 )  # fmt: skip
 
 
-def make_paper_plan(sizes: Sizes) -> Plan:
-    """Lay out all experiments."""
+def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
+    """Lay out all experiments; the main masks may be the package's."""
     recipe = load_recipe(sizes.recipe, sizes.overrides)
     tables = _Tables(sizes, recipe)
     compared = tables.compare_methods()
@@ -186,7 +188,6 @@ def make_paper_plan(sizes: Sizes) -> Plan:
         ),
         Part("test", _TEST_SEED, test, (Round(sizes.num_prompts, ((DENSE,), *rows)),)),
     ]
-    shown = (sizes.main_ratio, sizes.hard_ratio)
     worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
     plan = Plan(
         title=f"The LeanK paper's experiments on {sizes.model}",
@@ -197,8 +198,8 @@ def make_paper_plan(sizes: Sizes) -> Plan:
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
         pace=sizes.pace,
-        pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in shown for a, b in worse),
-        main_ratio=sizes.main_ratio,
+        pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
+        packaged=(MAIN,) if packaged else (),
     )
     return plan if sizes.real is None else _add_real(plan, sizes, sizes.real, compared, recipe)
 
@@ -208,14 +209,14 @@ def _add_real(
 ) -> Plan:
     """What only a model of natural language can be asked."""
     curve = tuple(compared[MAIN, ratio][0] for ratio in sizes.ratios)
-    main = compared[MAIN, sizes.main_ratio][0]
-    untrained = tuple(entry for name in _UNTRAINED for entry in compared[name, sizes.main_ratio])
-    think = compared["think", sizes.main_ratio]
+    main = compared[MAIN, MAIN_RATIO][0]
+    untrained = tuple(entry for name in _UNTRAINED for entry in compared[name, MAIN_RATIO])
+    think = compared["think", MAIN_RATIO]
     others = (*singles(curve), untrained, think)
     labelled = (*by_name(curve), ("best untrained channels", untrained), ("think", think))
     beside = (
         *(Entry(name, "beside") for name in real.alone),
-        *(Entry(name, "beside", sizes.main_ratio, MAIN) for name in real.products),
+        *(Entry(name, "beside", MAIN_RATIO, MAIN) for name in real.products),
     )
     weighed = (*curve, *beside)
     first, second, last = real.ruler_rounds
@@ -266,7 +267,7 @@ class _Tables:
     ) -> str:
         """Note masks that are needed, at the two shown ratios if no other are given; returns `name`."""
         assert name not in self.runs, name
-        asked = (self.sizes.main_ratio, self.sizes.hard_ratio) if ratios is None else tuple(ratios)
+        asked = tuple(ratios or _SHOWN)
         self.runs[name] = Run((*self.sizes.side_overrides, f"method={method}", *overrides), asked)
         return name
 
@@ -299,86 +300,85 @@ class _Tables:
                     Entry(f"{method}, {setting}, {ratio:g}", "think", ratio, widths, setting, own)
                     for setting, own in settings
                 )
-        labelled = tuple((label, row) for (label, _), row in rows.items())
-        self.tables.append(Table("Pruning ratio against accuracy", "test", labelled))
+        self._add("Pruning ratio against accuracy", ((label, row) for (label, _), row in rows.items()))
         return rows
 
     def add_ablations(self, compared: Mapping[tuple[str, float], Row]) -> None:
         """Add LeanK's parts and settings, one changed at a time."""
         sizes, recipe = self.sizes, self.recipe
         self.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH)
-        weights = {recipe.stage1.l1_weight: MAIN}
-        multiples = {1: "multiple-1", recipe.width_multiple: MAIN}
-        for weight in sizes.l1_weights:
-            if weight not in weights:
-                weights[weight] = self.add_run(f"lambda-{weight:g}", f"stage1.l1_weight={weight}")
-        for multiple in sizes.width_multiples:
-            if multiple not in multiples:
-                multiples[multiple] = self.add_run(f"multiple-{multiple}", f"width_multiple={multiple}")
-        tasks = {
-            _name_tasks(trained): self.add_run(
-                f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"
-            )
-            for trained in sizes.task_choices
-        }
-        lengths = {
-            length: self.add_run(f"up-to-{length}", f"data.max_length={length}")
-            for length in sizes.short_lengths
-        }
-        seeds = {
-            seed: self.add_run(f"seed-{seed}", f"seed={seed}")
-            for seed in range(recipe.seed + 1, recipe.seed + sizes.num_seeds)
-        }
-        every = {"all three" if len(recipe.data.tasks) == 3 else _name_tasks(recipe.data.tasks): MAIN}
         self._ablate(
             "With and without stage 2, at equal steps", {"both stages": MAIN, "stage 1 alone": _STAGE1_ALONE}
         )
         budgets: list[tuple[str, Row]] = []
-        for ratio in (sizes.main_ratio, sizes.hard_ratio):
+        for ratio in _SHOWN:
             budgets += [
                 ("uniform budget, dynamic channels (ThinK)", compared["think", ratio]),
                 ("uniform budget, learned channels", (_take("uniform-budget", ratio),)),
                 ("learned budget, dynamic channels", compared[_PER_HEAD_BUDGET, ratio]),
                 ("learned budget, learned channels (LeanK)", compared[MAIN, ratio]),
             ]
-        self.tables.append(
-            Table("Budgets per head, and learned against dynamic channels", "test", tuple(budgets))
-        )
-        self._ablate(
+        self._add("Budgets per head, and learned against dynamic channels", budgets)
+        self._sweep(
             "Lambda, the weight of the L1 penalty in stage 1",
-            {f"{weight:g}": run for weight, run in sorted(weights.items())},
+            ("lambda-{:g}", "stage1.l1_weight={}", "{:g}"),
+            sizes.l1_weights,
+            {recipe.stage1.l1_weight: MAIN},
         )
-        self._ablate(
+        self._sweep(
             "Width multiple, which a head's kept channels are a multiple of",
-            {f"{multiple}": run for multiple, run in sorted(multiples.items())},
+            ("multiple-{}", "width_multiple={}", "{}"),
+            sizes.width_multiples,
+            {1: "multiple-1", recipe.width_multiple: MAIN},
         )
-        self._ablate("Training tasks", tasks | every)
-        limits = lengths | {recipe.data.max_length: MAIN}
-        self._ablate(
-            "Training lengths", {f"contexts up to {length} tokens": run for length, run in limits.items()}
-        )
-        self._ablate(
-            "Training seeds", {f"seed {seed}": run for seed, run in ({recipe.seed: MAIN} | seeds).items()}
-        )
-        heads, both = sizes.head_ratio, sizes.combined_ratio
-        self.tables.append(
-            Table(
-                "Whole heads, and channels of the rest",
-                "test",
-                (
-                    ("high-frequency ratio", compared["high-frequency-ratio", heads]),
-                    ("DuoAttention", compared["duo-attention", heads]),
-                    ("DuoAttention + LeanK", compared[_COMBINED, both]),
-                    ("LeanK", compared[MAIN, both]),
-                ),
+        tasks = {
+            _name_tasks(trained): self.add_run(
+                f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"
             )
+            for trained in sizes.task_choices
+        }
+        tasks["all three" if len(recipe.data.tasks) == 3 else _name_tasks(recipe.data.tasks)] = MAIN
+        self._ablate("Training tasks", tasks)
+        self._sweep(
+            "Training lengths",
+            ("up-to-{}", "data.max_length={}", "contexts up to {} tokens"),
+            sizes.short_lengths,
+            {recipe.data.max_length: MAIN},
         )
+        self._sweep(
+            "Training seeds",
+            ("seed-{}", "seed={}", "seed {}"),
+            range(recipe.seed + 1, recipe.seed + sizes.num_seeds),
+            {recipe.seed: MAIN},
+        )
+        heads = sizes.ratios[0]
+        both = 0.8 if 0.8 in sizes.ratios else _HARD_RATIO  # of LeanK on top of DuoAttention
+        whole = (
+            ("high-frequency ratio", compared["high-frequency-ratio", heads]),
+            ("DuoAttention", compared["duo-attention", heads]),
+            ("DuoAttention + LeanK", compared[_COMBINED, both]),
+            ("LeanK", compared[MAIN, both]),
+        )
+        self._add("Whole heads, and channels of the rest", whole)
+
+    def _sweep(
+        self, title: str, forms: tuple[str, str, str], values: Iterable[float], known: dict[float, str]
+    ) -> None:
+        """Compare values of a setting; `forms` are of a run's name, of its override and of its label."""
+        name, override, label = forms
+        runs = known | {
+            value: self.add_run(name.format(value), override.format(value))
+            for value in values
+            if value not in known
+        }
+        self._ablate(title, {label.format(value): runs[value] for value in sorted(runs)})
 
     def _ablate(self, title: str, runs: Mapping[str, str]) -> None:
         """Compare runs, given by their labels, at the two shown ratios."""
-        ratios = (self.sizes.main_ratio, self.sizes.hard_ratio)
-        rows = tuple((label, (_take(run, ratio),)) for ratio in ratios for label, run in runs.items())
-        self.tables.append(Table(title, "test", rows))
+        self._add(title, ((label, (_take(run, ratio),)) for ratio in _SHOWN for label, run in runs.items()))
+
+    def _add(self, title: str, rows: Iterable[tuple[str, Row]]) -> None:
+        self.tables.append(Table(title, "test", tuple(rows)))
 
 
 def _take(run: str, ratio: float) -> Entry:

@@ -7,10 +7,11 @@ validation prompts: no baseline is shown below its best.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAIN, DENSE_NAME, VALIDATION = "leank", "dense", "validation"
+MAIN_RATIO = 0.7  # the pruning ratio that all tables show
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
 
@@ -114,38 +115,30 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is made, measured and told.
+    """Everything that is made, measured and told."""
 
-    Attributes:
-        title: Of the report.
-        recipe: Name of the recipe that every run changes.
-        overrides: Changes to it that all runs share.
-        runs: Masks, by the name of their folder, in the order they are made.
-        parts: In the order in which they are asked.
-        tables: Of the report.
-        batch_tokens: Tokens of prompts that are answered together.
-        pace: For the forecast.
-        pairs: Rows whose difference is told beside those to the dense model and to LeanK.
-        text: What is asked of natural text; None for a model that knows no language.
-        weighed: Caches whose bytes are counted, on the last cell of the part that `weighed_on` names.
-        has_scales: Whether scales of an FP8 cache are measured for the main mask.
-        main_ratio: The ratio that all tables show.
-    """
-
-    title: str
-    recipe: str
-    overrides: tuple[str, ...]
-    runs: Mapping[str, Run]
-    parts: tuple[Part, ...]
-    tables: tuple[Table, ...]
-    batch_tokens: int
-    pace: Pace
-    pairs: tuple[tuple[Row, Row], ...] = ()
-    text: TextPlan | None = None
+    title: str  # of the report
+    recipe: str  # name of the recipe that every run changes
+    overrides: tuple[str, ...]  # changes to it that all runs share
+    runs: Mapping[str, Run]  # masks, by the name of their folder, in the order they are made
+    parts: tuple[Part, ...]  # in the order in which they are asked
+    tables: tuple[Table, ...]  # of the report
+    batch_tokens: int  # of prompts that are answered together
+    pace: Pace  # for the forecast
+    pairs: tuple[tuple[Row, Row], ...] = ()  # rows whose difference is told beside those of the tables
+    text: TextPlan | None = None  # None for a model that knows no language
+    # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
     weighed: tuple[Entry, ...] = ()
     weighed_on: str = ""
-    has_scales: bool = False
-    main_ratio: float = 0.7
+    has_scales: bool = False  # whether scales of an FP8 cache are measured for the main mask
+    packaged: tuple[str, ...] = ()  # runs whose masks are the package's
+    # Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.
+    most_int4: Mapping[int, int] = field(default_factory=dict)
+
+    def num_asked(self, entry: Entry, cell: Cell, num_prompts: int) -> int:
+        """How many of a cell's first prompts an entry is asked, where others are asked `num_prompts`."""
+        limit = self.most_int4.get(cell.length, num_prompts) if entry.kv_dtype == "int4" else num_prompts
+        return min(limit, num_prompts)
 
     def rows(self) -> Iterator[Row]:
         """All that answer or are fed, some of them more than once."""

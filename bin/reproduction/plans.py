@@ -13,7 +13,7 @@ from bin.reproduction.plan import Plan
 class Choice(NamedTuple):
     """A plan at its sizes."""
 
-    make: Callable[[Any], Plan]
+    make: Callable[[Any, bool], Plan]
     on_gpu: Any
     on_cpu: Any
     quick: Any
@@ -26,7 +26,7 @@ PLANS = {
 }
 
 
-def make_plan(name: str, *, quick: bool, on_gpu: bool) -> Plan:
-    """The plan of that name."""
+def make_plan(name: str, *, quick: bool, on_gpu: bool, packaged: bool = False) -> Plan:
+    """The plan of that name, of LeanK's own masks or of `packaged` ones."""
     choice = PLANS[name]
-    return choice.make(choice.quick if quick else choice.on_gpu if on_gpu else choice.on_cpu)
+    return choice.make(choice.quick if quick else choice.on_gpu if on_gpu else choice.on_cpu, packaged)

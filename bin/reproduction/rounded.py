@@ -19,21 +19,13 @@ from leank_convert.windows import Windows
 
 @dataclass
 class RoundedPrompt:
-    """A LeanK cache in the model's dtype, of prompts of which keys or values were rounded before.
+    """A LeanK cache in the model's dtype, of prompts of which keys or values were rounded before."""
 
-    Attributes:
-        name: What its column is called.
-        channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D].
-        key_mean: What comes off keys before, in the same order [L, H_kv, D].
-        kv_dtype: `fp8`, by scales of every prompt's channels, or `int4`.
-        keys: Whether keys are rounded; else values are.
-    """
-
-    name: str
-    channel_masks: Tensor
-    key_mean: Tensor
-    kv_dtype: str
-    keys: bool = True
+    name: str  # what its column is called
+    channel_masks: Tensor  # kept channels in the checkpoint's head order, bool [L, H_kv, D]
+    key_mean: Tensor  # what comes off keys before, in the same order [L, H_kv, D]
+    kv_dtype: str  # `fp8`, by scales of every prompt's channels, or `int4`
+    keys: bool = True  # whether keys are rounded; else values are
     windows: Windows | None = None
     query_window: int = 0
 

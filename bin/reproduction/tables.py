@@ -6,11 +6,11 @@ Differences are paired, over the same prompts; what has no answers yet is left o
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
-from bin.reproduction.answers import Answers, Scores, subtract, take
+from bin.reproduction.answers import Answers, subtract, take
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Entry, Table
 from bin.reproduction.texts import KINDS, compare_answers
@@ -26,27 +26,32 @@ _NOTE = (
     "cannot answer are left out. K and V removed are shares of the pruned region. Of a method with several "
     "settings the one that is best on prompts of another seed is shown."
 )
+_Line = Mapping[str, str]  # a table's row: cells by column
 
 
 def render(experiment: Experiment) -> str:
     """The whole report of an experiment."""
     plan = experiment.plan
     blocks = [f"# {plan.title}", "\n".join(f"- {line}" for line in experiment.describe()), _NOTE]
-    blocks += [_score_table(experiment, table) for table in plan.tables]
-    blocks += [_pair_table(experiment), _choice_table(experiment), _byte_table(experiment)]
-    blocks += [_text_table(experiment), *_answer_tables(experiment)]
+    blocks += [render_table(table.title, _score_lines(experiment, table)) for table in plan.tables]
+    blocks += [
+        render_table("Further differences", _pair_lines(experiment)),
+        render_table("Settings, chosen on other prompts", _choice_lines(experiment)),
+        _byte_table(experiment),
+        _text_table(experiment),
+        *_answer_tables(experiment),
+    ]
     blocks += [_weak_table(answers) for answers in experiment.parts.values()]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def render_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A headed table without the columns that are empty throughout; nothing where there are no rows."""
-    if not rows:
-        return ""
-    filled = [place for place in range(len(header)) if any(row[place] for row in rows)]
-    lines = [header, ["---"] * len(header), *rows]
-    drawn = "\n".join(f"| {' | '.join(line[place] for place in filled)} |" for line in lines)
-    return f"## {title}\n\n{drawn}"
+def render_table(title: str, lines: Iterable[_Line]) -> str:
+    """A headed table without the columns that are empty throughout; nothing where there are no lines."""
+    lines = list(lines)
+    every = dict.fromkeys(column for line in lines for column in line)
+    columns = [column for column in every if any(line.get(column) for line in lines)]
+    drawn = [columns, ["---"] * len(columns), *([line.get(c, "") for c in columns] for line in lines)]
+    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in drawn) if lines else ""
 
 
 def describe_difference(difference: Difference | None) -> str:
@@ -58,46 +63,36 @@ def describe_difference(difference: Difference | None) -> str:
     return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
-def _score_table(experiment: Experiment, table: Table) -> str:
+def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
     answers = experiment.parts[table.part]
     dense = answers.scores(DENSE_NAME)
-    lengths = list(dict.fromkeys(cell.length for cell in dense))
-    tasks = list(dict.fromkeys(cell.task for cell in dense))
-    groups = [[cell for cell in dense if cell.length == length] for length in lengths]
-    groups += [[cell for cell in dense if cell.task == task] for task in tasks]
+    groups = {str(length): [cell for cell in dense if cell.length == length] for _, length, _ in dense}
+    groups |= {task: [cell for cell in dense if cell.task == task] for task, _, _ in dense}
     own = {row[0].ratio: row[0] for _, row in table.rows if _is_plain(row[0])}
-    lines = []
     for label, row in (("dense", (DENSE,)), *table.rows):
         choice = experiment.choose(row)
         scores = answers.scores(choice[0].name) if choice is not None else {}
         if choice is None or not scores:
             continue
         entry, leank = choice[0], own.get(row[0].ratio)
-        parts = [
-            f"{_mean(scores, cells)}; {describe_difference(subtract(scores, dense, cells))}".removesuffix(
-                "; "
-            )
-            if entry is not DENSE
-            else _mean(scores, cells)
-            for cells in groups
-        ]
-        lines.append(
-            (
-                label,
-                f"{entry.ratio:.0%}" if entry.ratio != EVERY_CHANNEL else "",
-                *_removed(experiment, entry),
-                f"{len(take(scores)):,}",
-                _mean(scores, None),
-                describe_difference(subtract(scores, dense)) if entry is not DENSE else "",
-                describe_difference(subtract(answers.scores(leank.name), scores))
-                if leank is not None and leank != entry
-                else "",
-                *parts,
-            )
-        )
-    shares = ("asked", "K removed", "V removed", "factors at 1, of kept")
-    header = ("", *shares, "n", "score", "against dense", "LeanK against it", *map(str, lengths), *tasks)
-    return render_table(table.title, header, lines)
+        line = {
+            "": label,
+            "asked": f"{entry.ratio:.0%}" if entry.ratio != EVERY_CHANNEL else "",
+            **_removed(experiment, entry),
+            "n": f"{len(take(scores)):,}",
+            "score": _mean(take(scores)),
+            "against dense": "",
+            "LeanK against it": "",
+            **{name: _mean(take(scores, cells)) for name, cells in groups.items()},
+        }
+        if entry is not DENSE:
+            line["against dense"] = describe_difference(subtract(scores, dense))
+            for name, cells in groups.items():
+                change = describe_difference(subtract(scores, dense, cells))
+                line[name] += f"; {change}" if change else ""
+        if leank is not None and leank != entry:
+            line["LeanK against it"] = describe_difference(subtract(answers.scores(leank.name), scores))
+        yield line
 
 
 def _is_plain(entry: Entry) -> bool:
@@ -105,52 +100,48 @@ def _is_plain(entry: Entry) -> bool:
     return entry == Entry(entry.name, ratio=entry.ratio, run=MAIN) and entry.ratio != EVERY_CHANNEL
 
 
-def _mean(scores: Scores, cells: Any) -> str:
-    found = take(scores, cells)
-    return f"{100 * statistics.fmean(found):.1f}" if found else ""
+def _mean(scores: Sequence[float]) -> str:
+    return f"{100 * fmean(scores):.1f}" if scores else ""
 
 
-def _removed(experiment: Experiment, entry: Entry) -> tuple[str, str, str]:
+def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
     """Shares of K and V that the pruned region lacks; of learned masks, factors at 1, of kept.
 
     Where the first are more, which of them are kept is left to their order.
     """
-    masks = experiment.bench.masks
-    if entry.kind not in ("mask", "think") or entry.ratio == EVERY_CHANNEL:
-        return "", "", ""
+    names = "K removed", "V removed", "factors at 1, of kept"
+    found, masks = dict.fromkeys(names, ""), experiment.bench.masks
     runs = [entry.run] if entry.run else [run for run in masks if masks.are_made(run)][:1]
-    if not runs or not masks.are_made(runs[0]):
-        return "", "", ""
+    is_shown = entry.kind in ("mask", "think") and entry.ratio != EVERY_CHANNEL
+    if not is_shown or not runs or not masks.are_made(runs[0]):
+        return found
     if entry.run is None:
         head_dim = next(iter(masks[runs[0]].values())).channel_mask.shape[-1]
-        return f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%", ""
+        share = 1 - kept_channels(head_dim, entry.ratio) / head_dim
+        return {**found, names[0]: f"{share:.1%}", names[1]: "0.0%"}
     mask = experiment.bench.mask(entry)
-    kept, tied = mask.channel_mask, ""
+    kept = mask.channel_mask
     if mask.scaling_factors is not None and entry.kind == "mask":
-        tied = f"{count_largest(mask.scaling_factors)} of {int(kept.sum())}"
-    return f"{1 - kept.double().mean():.1%}", f"{1 - kept.any(-1).double().mean():.1%}", tied
+        found[names[2]] = f"{count_largest(mask.scaling_factors)} of {int(kept.sum())}"
+    found[names[0]], found[names[1]] = (f"{1 - part.double().mean():.1%}" for part in (kept, kept.any(-1)))
+    return found
 
 
-def _pair_table(experiment: Experiment) -> str:
-    lines = []
+def _pair_lines(experiment: Experiment) -> Iterator[_Line]:
     for rows in experiment.plan.pairs:
         choices = [experiment.choose(row) for row in rows]
         first, second = (experiment.parts["test"].scores(c[0].name) if c else {} for c in choices)
         if first and second:
-            names = (choice[0].name for choice in choices if choice)
-            lines.append((*names, describe_difference(subtract(first, second))))
-    return render_table("Further differences", ("", "less", "difference"), lines)
+            one, other = (choice[0].name for choice in choices if choice)
+            yield {"": one, "less": other, "difference": describe_difference(subtract(first, second))}
 
 
-def _choice_table(experiment: Experiment) -> str:
+def _choice_lines(experiment: Experiment) -> Iterator[_Line]:
     rows = dict.fromkeys(row for table in experiment.plan.tables for _, row in table.rows if len(row) > 1)
-    lines = []
     for row in rows:
         if choice := experiment.choose(row):
-            entry, means = choice
-            scores = ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in means.items())
-            lines.append((entry.name, entry.setting, scores))
-    return render_table("Settings, chosen on other prompts", ("", "best", "scores there"), lines)
+            scores = ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in choice[1].items())
+            yield {"": choice[0].name, "best": choice[0].setting, "scores there": scores}
 
 
 def _byte_table(experiment: Experiment) -> str:
@@ -158,98 +149,86 @@ def _byte_table(experiment: Experiment) -> str:
     if not plan.weighed or not experiment.bytes_file.exists():
         return ""
     kept, answers = read_json(experiment.bytes_file), experiment.parts[plan.weighed_on]
-    dense, num_tokens = kept[DENSE_NAME], kept["tokens"]
-    fed, lines = _read_texts(experiment), []
+    dense, num_tokens, texts = kept[DENSE_NAME], kept["tokens"], _read_texts(experiment)
+    lines = []
     for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):
         used, scores = kept[entry.name], answers.scores(entry.name)
-        kl = [found[entry.name]["kl"] for found in fed.values() if entry.name in found]
+        kl = [found[entry.name]["kl"] for found in texts.values() if entry.name in found]
         change = None if entry is DENSE else subtract(scores, answers.scores(DENSE_NAME))
         lines.append(
-            (
-                entry.name,
-                f"{used['held'] / num_tokens:,.0f}",
-                f"{used['held'] / dense['held']:.1%}",
-                f"{used['read'] / dense['read']:.1%}",
-                _mean(scores, None),
-                describe_difference(change),
-                f"{statistics.fmean(kl):.4f}" if kl else "",
-            )
+            {
+                "": entry.name,
+                "bytes a token": f"{used['held'] / num_tokens:,.0f}",
+                "of dense": f"{used['held'] / dense['held']:.1%}",
+                "read by a step": f"{used['read'] / dense['read']:.1%}",
+                "score": _mean(take(scores)),
+                "against dense": describe_difference(change),
+                "KL": f"{fmean(kl):.4f}" if kl else "",
+            }
         )
     cells = ", ".join(cell.name for cell in answers.cells)
     title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells} and KL on text"
-    header = ("", "bytes a token", "of dense", "read by a step", "score", "against dense", "KL")
-    return render_table(title, header, lines)
+    return render_table(title, lines)
 
 
 def _read_texts(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    path = experiment.out / "text.json"
-    found: dict[str, dict[str, Any]] = read_json(path) if path.exists() else {}
-    return found
+    lengths = experiment.plan.text.lengths if experiment.plan.text else ()
+    found = {f"{texts.kind}, {length}": texts.fed(length) for texts in experiment.texts for length in lengths}
+    return {where: results for where, results in found.items() if results}
 
 
 def _text_table(experiment: Experiment) -> str:
     text = experiment.plan.text
     if text is None:
         return ""
-    lines = [
-        (
-            where,
-            name,
-            f"{row['kl']:.4f}",
-            f"{row['agreement']:.1%}",
-            f"{row['dense_nll']:.3f}",
-            f"{row['nll']:.3f}",
-            _with_interval(row.get("nll_changes", ())),
-        )
+    lines = (
+        {
+            "text behind": where,
+            "cache": name,
+            "KL": f"{row['kl']:.4f}",
+            "agreement": f"{row['agreement']:.1%}",
+            "NLL, dense": f"{row['dense_nll']:.3f}",
+            "NLL": f"{row['nll']:.3f}",
+            "change of NLL, over texts": _with_interval(row.get("nll_changes", ())),
+        }
         for where, found in _read_texts(experiment).items()
         for name, row in found.items()
-    ]
+    )
     missing = [KINDS[kind] for kind in KINDS if kind not in {texts.kind for texts in experiment.texts}]
     skipped = f" (not fetched: {', '.join(missing)})" if missing else ""
-    title = (
-        f"Natural text, {text.num_fed} tokens fed behind so many, {text.num_texts} texts each, in nats a "
-        f"token{skipped}"
-    )
-    header = ("text behind", "cache", "KL", "agreement", "NLL, dense", "NLL", "change of NLL, over texts")
-    return render_table(title, header, lines)
+    title = f"Natural text, {text.num_fed} tokens fed behind so many, {text.num_texts} texts each, in nats"
+    return render_table(f"{title} a token{skipped}", lines)
 
 
 def _with_interval(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
-    mean = statistics.fmean(values)
-    half = _Z_95 * statistics.stdev(values) / math.sqrt(len(values))
+    mean, half = fmean(values), _Z_95 * stdev(values) / math.sqrt(len(values))
     return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
 
 
 def _answer_tables(experiment: Experiment) -> Iterator[str]:
-    text = experiment.plan.text
-    header = ("", "tokens", "log-likelihood", "equal answers (%)", "first difference", "equal tokens (%)")
     for texts in experiment.texts:
         answered = texts.answered()
         found = {name: compare_answers(own, answered[DENSE_NAME]) for name, own in answered.items()}
-        lines = [
-            (
-                name,
-                f"{each['tokens']:.0f}",
-                f"{each['log_likelihood']:.3f}",
-                f"{100 * each['identical']:.0f}",
-                f"{each['first_difference']:.0f}",
-                f"{100 * each['equal_tokens']:.1f}",
-            )
+        lines = (
+            {
+                "": name,
+                "tokens": f"{each['tokens']:.0f}",
+                "log-likelihood": f"{each['log_likelihood']:.3f}",
+                "equal answers (%)": f"{100 * each['identical']:.0f}",
+                "first difference": f"{each['first_difference']:.0f}",
+                "equal tokens (%)": f"{100 * each['equal_tokens']:.1f}",
+            }
             for name, each in found.items()
-        ]
-        assert text is not None
-        yield render_table(
-            f"Answers of up to {text.answer_tokens} tokens, {KINDS[texts.kind]}: log-likelihoods are the "
-            "dense model's in nats a token, first differences medians",
-            header,
-            lines,
         )
+        title = (
+            f"Answers of up to {texts.plan.answer_tokens} tokens, {KINDS[texts.kind]}: log-likelihoods are"
+        )
+        yield render_table(f"{title} the dense model's in nats a token, first differences medians", lines)
 
 
 def _weak_table(answers: Answers) -> str:
-    lines = [
-        (cell.task, f"{cell.length:,}", f"{100 * score:.1f}") for cell, score in answers.weak_cells().items()
-    ]
-    return render_table(f"Left out of {answers.folder.name}", ("task", "tokens", "dense"), lines)
+    weak = answers.weak_cells().items()
+    lines = ({"task": c.task, "tokens": f"{c.length:,}", "dense": f"{100 * s:.1f}"} for c, s in weak)
+    return render_table(f"Left out of {answers.folder.name}", lines)

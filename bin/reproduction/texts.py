@@ -51,25 +51,21 @@ def find_kinds(folder: Path | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Texts:
-    """A kind of text, and what was measured on it.
+    """A kind of text, and what was measured on it."""
 
-    Attributes:
-        bench: The model and the masks.
-        kind: Which.
-        folder: Where text of the fetched kinds lies.
-        out: Where results are kept.
-        plan: How much is measured.
-    """
+    bench: Bench  # the model and the masks
+    kind: str  # one of `KINDS`
+    folder: Path | None  # where text of the fetched kinds lies
+    out: Path  # where results are kept
+    plan: TextPlan  # how much is measured
 
-    bench: Bench
-    kind: str
-    folder: Path | None
-    out: Path
-    plan: TextPlan
+    def fed(self, length: int) -> dict[str, Any]:
+        """What `feed` found, by entry's name; nothing where it has not been called."""
+        return _read(self._fed(length))
 
-    def fed_file(self, length: int) -> Path:
-        """What `feed` leaves."""
-        return self.out / f"{self.kind}-{length}.json"
+    def has_fed(self, length: int, entries: Sequence[Entry]) -> bool:
+        """Whether `feed` has left its results."""
+        return self.fed(length).keys() >= {entry.name for entry in entries}
 
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
@@ -88,7 +84,7 @@ class Texts:
             }
             for place, variant in enumerate(variants)
         }
-        self._write(self.fed_file(length), results)
+        self._write(self._fed(length), results)
 
     def has_answered(self, entries: Sequence[Entry]) -> bool:
         """Whether `answer` has left its results."""
@@ -128,8 +124,10 @@ class Texts:
 
     def answered(self) -> dict[str, Any]:
         """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
-        kept: dict[str, Any] = read_json(self._answered) if self._answered.exists() else {}
-        return kept
+        return _read(self._answered)
+
+    def _fed(self, length: int) -> Path:
+        return self.out / f"{self.kind}-{length}.json"
 
     @property
     def _answered(self) -> Path:
@@ -169,30 +167,24 @@ class Texts:
         )
 
 
-def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
-    """How far an entry's answers agree with the dense model's to the same prompts.
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
-    Args:
-        answers: As `Texts.answered` gives them.
-        dense: The dense model's.
+
+def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+    """How far an entry's answers, as `Texts.answered` gives them, agree with the dense model's.
 
     Returns:
         By name: the share of answers that are equal, the median of tokens before the first difference, the
         share of places with equal tokens; means of tokens and of log-likelihoods per token.
     """
-    firsts, equal, places = [], 0, 0
-    for answer, other in zip(answers["answers"], dense["answers"], strict=True):
-        same = [a == b for a, b in zip(answer, other, strict=False)]
-        longest = max(len(answer), len(other))
-        firsts.append(same.index(False) if False in same else len(same))
-        equal += sum(same)
-        places += longest
     pairs = list(zip(answers["answers"], dense["answers"], strict=True))
+    same = [[a == b for a, b in zip(answer, other, strict=False)] for answer, other in pairs]
     return {
         "identical": sum(a == b for a, b in pairs) / len(pairs),
-        "first_difference": float(statistics.median(firsts)),
-        "equal_tokens": equal / places,
-        "tokens": statistics.fmean(len(answer) for answer in answers["answers"]),
+        "first_difference": float(statistics.median([*each, False].index(False) for each in same)),
+        "equal_tokens": sum(map(sum, same)) / sum(max(len(a), len(b)) for a, b in pairs),
+        "tokens": statistics.fmean(len(answer) for answer, _ in pairs),
         "log_likelihood": statistics.fmean(answers["log_likelihood"]),
     }
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from leank_convert.files import read_json_lines
 from leank_convert.folders import BusyError, locked
 
 _TIMES = "times.jsonl"
@@ -21,21 +22,13 @@ _WAIT_SECONDS = 0.5  # until a look at what others have finished meanwhile
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work.
+    """One piece of work."""
 
-    Attributes:
-        name: Unlike all others'; its result need not lie there.
-        is_done: Whether its result is there, whole. Asked only where all that it needs is done.
-        make: Leaves the result; a second time it goes on from what the first left, if it was killed.
-        needs: Names of units that have to be done before.
-        seconds: How long it takes, roughly.
-    """
-
-    name: str
-    is_done: Callable[[], bool]
-    make: Callable[[], None]
-    needs: tuple[str, ...] = ()
-    seconds: float = 0.0
+    name: str  # unlike all others'; its result need not lie there
+    is_done: Callable[[], bool]  # whether its result is there, whole; asked where all that it needs is done
+    make: Callable[[], None]  # leaves the result; goes on from what a killed one left
+    needs: tuple[str, ...] = ()  # names of units that have to be done before
+    seconds: float = 0.0  # how long it takes, roughly
 
 
 def work_off(
@@ -64,33 +57,15 @@ def work_off(
 
 
 def forecast(units: Sequence[Unit], out: Path, num_workers: int) -> str:
-    """How long what is left takes, in one line: by rough figures, or `times.jsonl` once it has some.
-
-    A kind of units, which is what stands before the slash of their names, that was done here goes by its own
-    pace, the others by that of all.
-    """
-    times, by_name = out / _TIMES, {unit.name: unit for unit in units}
-    lines = times.read_text(encoding="utf-8").splitlines() if times.exists() else []
-    taken = [
-        (by_name[found["unit"]], found["seconds"])
-        for found in map(json.loads, lines)
-        if found["unit"] in by_name
-    ]
+    """How long what is left takes, in one line: by rough figures, or by `times.jsonl` once it has some."""
+    took = {found["unit"]: found["seconds"] for found in read_json_lines(out / _TIMES)}
+    done = [unit for unit in units if unit.name in took and unit.seconds]
+    pace = sum(took[unit.name] for unit in done) / sum(unit.seconds for unit in done) if done else 1.0
     waiting = _find_waiting(units, set())
-
-    def pace(kind: str | None) -> float | None:
-        done = [(unit, took) for unit, took in taken if kind in (None, _kind(unit)) and unit.seconds]
-        return sum(took for _, took in done) / sum(unit.seconds for unit, _ in done) if done else None
-
-    overall = pace(None) or 1.0
-    seconds = sum(unit.seconds * (pace(_kind(unit)) or overall) for unit in waiting) / num_workers
-    basis = "the pace measured here" if taken else "rough figures of one H200, not of this machine"
+    minutes = pace * sum(unit.seconds for unit in waiting) / num_workers / 60
+    basis = "the pace measured here" if done else "rough figures of one H200, not of this machine"
     shared = f", shared by {num_workers} workers" if num_workers > 1 else ""
-    return f"{len(waiting)} of {len(units)} units left: about {seconds / 60:,.0f} minutes{shared}, by {basis}"
-
-
-def _kind(unit: Unit) -> str:
-    return unit.name.partition("/")[0]
+    return f"{len(waiting)} of {len(units)} units left: about {minutes:,.0f} minutes{shared}, by {basis}"
 
 
 def _find_waiting(units: Sequence[Unit], done: set[str]) -> list[Unit]:

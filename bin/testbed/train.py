@@ -29,13 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch.utils.data import DataLoader, Dataset
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bin.testbed.held_out import exact_match, measure_all, render_table
 from bin.testbed.tokenizer import save_tokenizer
@@ -57,6 +51,10 @@ from leank_convert.testbed.tasks import (
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
 _READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device
 _HELD_OUT_COUNT = 1024  # prompts a cell
+_SHAPE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +134,9 @@ class Curriculum:
         if length != LENGTHS[self.stage]:
             return
         self._losses.append(loss)
-        low = (
-            len(self._losses) == self._LOSSES
-            and sum(self._losses) < self._LOSSES * self.plan.next_length_below
-        )
-        if low and self.stage < len(LENGTHS) - 1:
+        is_full = len(self._losses) == self._LOSSES
+        is_low = is_full and sum(self._losses) < self._LOSSES * self.plan.next_length_below
+        if is_low and self.stage < len(LENGTHS) - 1:
             self.stage += 1
             self._losses.clear()
 
@@ -198,13 +194,8 @@ def _answer_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 def _build_model(plan: TrainingPlan) -> PreTrainedModel:
     torch.manual_seed(plan.seed)
     config: dict[str, Any] = {
+        **{key: getattr(plan, key) for key in _SHAPE},
         "vocab_size": len(VOCABULARY),
-        "hidden_size": plan.hidden_size,
-        "intermediate_size": plan.intermediate_size,
-        "num_hidden_layers": plan.num_hidden_layers,
-        "num_attention_heads": plan.num_attention_heads,
-        "num_key_value_heads": plan.num_key_value_heads,
-        "head_dim": plan.head_dim,
         "max_position_embeddings": MAX_TOKENS,
         "bos_token_id": IDS[BEGIN],
         "eos_token_id": IDS[END],
@@ -213,12 +204,8 @@ def _build_model(plan: TrainingPlan) -> PreTrainedModel:
     }
     if "sliding_attention" not in plan.layer_types:
         return LlamaForCausalLM(LlamaConfig(**config))
-    config |= {
-        "layer_types": plan.layer_types,
-        "use_sliding_window": True,
-        "sliding_window": plan.sliding_window,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**config))
+    sliding: dict[str, Any] = {"layer_types": plan.layer_types, "sliding_window": plan.sliding_window}
+    return Qwen3ForCausalLM(Qwen3Config(**config, **sliding, use_sliding_window=True))
 
 
 def _fit(model: PreTrainedModel, plan: TrainingPlan) -> list[dict[str, float]]:

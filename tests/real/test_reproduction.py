@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bin.reproduction.experiment import reproduce
+from bin.reproduction.experiment import Experiment
 from bin.reproduction.plans import make_plan
 
 pytestmark = pytest.mark.real
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
 def test_every_table_of_the_report_is_filled(smollm2, tmp_path, name):
     plan = make_plan(name, quick=True, on_gpu=False)
-    report = reproduce(tmp_path, plan, model=str(smollm2), device="cpu").read_text()
+    report = Experiment(tmp_path, plan, str(smollm2), device="cpu").run().read_text()
     assert "model: " in report and "| documentation, 300 | " in report
     for part in plan.parts:
         for num_prompts, rows in part.rounds:

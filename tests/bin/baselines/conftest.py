@@ -1,5 +1,22 @@
-"""The checkpoint and the prefill of `tests/leank_convert/evaluate`."""
+"""The checkpoint and the prefill of `tests/leank_convert/evaluate`, and steps behind it."""
 
+import torch
+
+from leank_convert.evaluate.prefill import decode_token
 from tests.leank_convert.evaluate.conftest import evaluated, prefill
 
-__all__ = ["evaluated", "prefill"]
+__all__ = ["decode", "evaluated", "prefill"]
+
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
+
+
+def decode(prefill, variant, num_steps):
+    """The logits of steps on the same random tokens, and the cache."""
+    generator = torch.Generator().manual_seed(6)
+    model, cache = variant.start(prefill)
+    attention_mask, steps = prefill.attention_mask, []
+    for _ in range(num_steps):
+        token = torch.randint(5, 300, (len(attention_mask), 1), generator=generator)
+        logits, attention_mask = decode_token(model, cache, token, attention_mask)
+        steps.append(logits)
+    return torch.stack(steps) if steps else None, cache

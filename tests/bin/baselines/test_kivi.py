@@ -7,21 +7,15 @@ import torch
 
 from bin.baselines.compared_cache import Compared, ComparedLayer
 from bin.baselines.kivi import KiviLayer, quantise
-from leank_convert.evaluate.prefill import decode_token
+from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
-EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (380, 100)
 NUM_STEPS = 6  # the longer row's K is rounded up to 256, and at the fourth step to 384
 
 
 def first_layer(prefill, make_layer, masks=EVERY_CHANNEL, num_steps=NUM_STEPS):
     """The first layer's keys depend on its tokens alone, whatever a cache rounds."""
-    model, cache = Compared("compared", make_layer, masks).start(prefill)
-    attention_mask = prefill.attention_mask
-    generator = torch.Generator().manual_seed(6)
-    for _ in range(num_steps):
-        token = torch.randint(5, 300, (len(LENGTHS), 1), generator=generator)
-        _, attention_mask = decode_token(model, cache, token, attention_mask)
+    _, cache = decode(prefill, Compared("compared", make_layer, masks), num_steps)
     return cache.layers[0]
 
 

@@ -5,11 +5,10 @@ import torch
 
 from bin.baselines import quest
 from bin.baselines.compared_cache import Compared, ComparedLayer
-from bin.baselines.quest import QuestLayer, page_scores
-from leank_convert.evaluate.prefill import decode_token
+from bin.baselines.quest import QuestLayer
 from leank_convert.windows import Windows
+from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
-EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (60, 41, 7)
 BUDGET, PAGE = 16, 4
 NO_WINDOW = Windows(sink_size=0, recent_size=0, flush_size=1)
@@ -20,10 +19,8 @@ def choose_in_all_layers(monkeypatch):
     monkeypatch.setattr(quest, "DENSE_LAYERS", 0)
 
 
-def decode(prefill, make_layer, masks=EVERY_CHANNEL, windows=None):
-    model, cache = Compared("compared", make_layer, masks, windows).start(prefill)
-    logits, _ = decode_token(model, cache, prefill.next_token, prefill.attention_mask)
-    return logits, cache
+def step(prefill, make_layer, masks=EVERY_CHANNEL, windows=None):
+    return decode(prefill, Compared("compared", make_layer, masks, windows), 1)
 
 
 def make(per_kv_head=False, token_budget=BUDGET):
@@ -54,7 +51,7 @@ def read_slowly(layer, row, head, queries, whole):
 @pytest.mark.parametrize("with_leank", [False, True])
 def test_the_best_pages_the_last_one_and_the_window_are_read(evaluated, prefill, with_leank, per_kv_head):
     masks = evaluated.channel_masks if with_leank else EVERY_CHANNEL
-    _, cache = decode(prefill, make(per_kv_head), masks, None if with_leank else NO_WINDOW)
+    _, cache = step(prefill, make(per_kv_head), masks, None if with_leank else NO_WINDOW)
     layer = cache.layers[1]
     queries = torch.randn(3, 2, 2, 16, generator=torch.Generator().manual_seed(2))
     places = torch.arange(layer.keys.shape[2])
@@ -73,21 +70,9 @@ def test_the_best_pages_the_last_one_and_the_window_are_read(evaluated, prefill,
                 assert set(read[row, head, place].nonzero().flatten().tolist()) == expected
 
 
-def test_a_pages_score_is_at_least_each_of_its_tokens_logits():
-    generator = torch.Generator().manual_seed(3)
-    query, keys = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(1, 2, 22, 8, generator=generator)
-    seen = torch.arange(22).view(1, 1, 22) < 18
-    scores = page_scores(query, keys, seen, 4)
-    logits = query @ keys.mT
-    for page in range(5):
-        tokens = logits[..., 4 * page : min(4 * page + 4, 18)]
-        assert bool((scores[..., page, None] >= tokens - 1e-5).all())
-    assert bool((scores[..., 5] < -1e30).all())
-
-
 def test_only_reads_are_saved_and_what_pages_are_chosen_by_counts(evaluated, prefill):
-    _, plain = decode(prefill, ComparedLayer, evaluated.channel_masks)
-    _, cache = decode(prefill, make(), evaluated.channel_masks)
+    _, plain = step(prefill, ComparedLayer, evaluated.channel_masks)
+    _, cache = step(prefill, make(), evaluated.channel_masks)
     num_pages = sum(length // PAGE + 1 for length in LENGTHS)
     extremes = 2 * num_pages * int(evaluated.channel_masks.sum()) * 4
     assert cache.used().held == plain.used().held + extremes
@@ -97,12 +82,12 @@ def test_only_reads_are_saved_and_what_pages_are_chosen_by_counts(evaluated, pre
 @pytest.mark.parametrize("per_kv_head", [False, True])
 def test_a_budget_for_every_page_is_no_quest_at_all(evaluated, prefill, per_kv_head):
     masks = evaluated.channel_masks
-    expected, _ = decode(prefill, ComparedLayer, masks)
-    assert torch.equal(decode(prefill, make(per_kv_head, 1024), masks)[0], expected)
-    assert not torch.equal(decode(prefill, make(per_kv_head), masks)[0], expected)
+    expected, _ = step(prefill, ComparedLayer, masks)
+    assert torch.equal(step(prefill, make(per_kv_head, 1024), masks)[0], expected)
+    assert not torch.equal(step(prefill, make(per_kv_head), masks)[0], expected)
 
 
 def test_the_first_two_layers_read_everything(evaluated, prefill, monkeypatch):
     monkeypatch.setattr(quest, "DENSE_LAYERS", 2)
-    expected, _ = decode(prefill, ComparedLayer, evaluated.channel_masks)
-    assert torch.equal(decode(prefill, make(), evaluated.channel_masks)[0], expected)
+    expected, _ = step(prefill, ComparedLayer, evaluated.channel_masks)
+    assert torch.equal(step(prefill, make(), evaluated.channel_masks)[0], expected)

@@ -7,9 +7,9 @@ import torch
 
 from bin.baselines.compared_cache import Compared, ComparedLayer
 from bin.baselines.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
-from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prefill import pad_left, run_prefill
+from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
-EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (90, 61, 35, 20)
 HEAD_DIM, GROUPS = 16, 2
 
@@ -23,12 +23,9 @@ def prefill(evaluated):
     return run_prefill(evaluated.model, *ids, query_window=QUERY_WINDOW + 3)
 
 
-def decode(prefill, make_layer, num_steps=1):
-    model, cache = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERY_WINDOW).start(prefill)
-    attention_mask = prefill.attention_mask
-    for _ in range(num_steps):
-        logits, attention_mask = decode_token(model, cache, prefill.next_token, attention_mask)
-    return logits, cache
+def steps(prefill, make_layer, num_steps=1):
+    variant = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERY_WINDOW)
+    return decode(prefill, variant, num_steps)
 
 
 def kept_slowly(prefill, layer, row, head, capacity):
@@ -54,7 +51,7 @@ def kept_slowly(prefill, layer, row, head, capacity):
 @pytest.mark.parametrize("capacity", [40, 0.56])
 def test_tokens_that_the_prompts_end_looks_at_stay_and_so_does_what_is_decoded(prefill, capacity):
     num_steps = 3
-    _, cache = decode(prefill, lambda prompts: SnapKVLayer(prompts, capacity), num_steps)
+    _, cache = steps(prefill, lambda prompts: SnapKVLayer(prompts, capacity), num_steps)
     num_held = 0
     for index, layer in enumerate(cache.layers):
         places = torch.arange(layer.keys.shape[2])
@@ -71,6 +68,6 @@ def test_tokens_that_the_prompts_end_looks_at_stay_and_so_does_what_is_decoded(p
 
 
 def test_a_capacity_for_the_whole_prompt_drops_nothing(prefill):
-    expected, _ = decode(prefill, ComparedLayer)
-    assert torch.equal(decode(prefill, SnapKVLayer)[0], expected)
-    assert not torch.equal(decode(prefill, lambda prompts: SnapKVLayer(prompts, 40))[0], expected)
+    expected, _ = steps(prefill, ComparedLayer)
+    assert torch.equal(steps(prefill, SnapKVLayer)[0], expected)
+    assert not torch.equal(steps(prefill, lambda prompts: SnapKVLayer(prompts, 40))[0], expected)

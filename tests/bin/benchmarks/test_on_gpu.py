@@ -34,12 +34,6 @@ def test_kernel_is_timed_by_graph_replay(sizes, measured):
             assert entry.get("method") == "CUDA graph replay", entry
 
 
-def test_kernel_measures_a_turn_beside_flash_attention(measured):
-    document = measured("kernel", "--geometry", "tiny", "--case", "2x1024x64", "--peers", "sdpa-flash")
-    (case,) = document["cases"]
-    assert case["ok"] and case["ratios"]["sdpa-flash"] > 0
-
-
 def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
     document = measured("generate", "--geometry", "tiny", "--case", "2x100x24", "--drafts", "4")
     assert document["kernel"] == "compiled kernel"

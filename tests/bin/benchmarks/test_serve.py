@@ -1,10 +1,5 @@
 """`bin/benchmark serve` goes on where a side fails, and says which and how its log ends; no engine starts."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-import pytest
 import torch
 
 from bin.benchmarks import serve
@@ -77,31 +72,3 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, capsys):
     assert runs == {"leank": 3, "all-channels": 1}
     assert document["sides"]["all-channels"]["error"] == "interrupted"
     assert capsys.readouterr().err.count("serve, prompt") == 3
-
-
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_prompt_of_the_loads_length_is_answered_before_it_is_measured(tmp_path, status):
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("localhost", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        serve._Server(f"http://localhost:{server.server_port}", tmp_path).warm_up(serve.Load(96, 8, 3, None))
-        thread.join()
-    ((path, body),) = asked
-    assert path == "/v1/completions"
-    assert (body["model"], len(body["prompt"]), body["max_tokens"]) == (str(tmp_path), 96, 2)
-
-
-def test_without_any_figure_it_fails(monkeypatch):
-    with pytest.raises(LeanKError, match="did not start: RuntimeError: no room"):
-        measure(monkeypatch, {"leank": "start"})

@@ -1,5 +1,8 @@
 """The command: which plan it takes, and how it tells an error."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,24 +10,34 @@ from click.testing import CliRunner
 
 from bin.reproduction import experiment, workers
 from bin.reproduction.__main__ import main
+from bin.reproduction.plan import MAIN
 from bin.reproduction.plans import make_plan
 from leank_convert.errors import LeanKError
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Calls the command with a `reproduce` that notes what it is asked for, or fails."""
+    """Calls the command with an experiment that notes what it is asked for, or fails."""
 
     def call(*arguments, failure=None):
         asked = []
 
-        def note(out, plan, **options):
-            asked.append((out, plan, options))
-            if failure is not None:
-                raise failure
-            return out / "tables.md"
+        class Noted:
+            def __init__(self, *given):
+                asked.append(given)
 
-        monkeypatch.setattr(experiment, "reproduce", note)
+            def forecast(self, num_workers):
+                return f"forecast of {num_workers}"
+
+            def run(self):
+                if failure is not None:
+                    raise failure
+                return asked[0][0] / "tables.md"
+
+        monkeypatch.setattr(experiment, "Experiment", Noted)
+        monkeypatch.setattr(workers, "run_workers", lambda *given: asked.append(given))
         return CliRunner().invoke(main, arguments), asked
 
     return call
@@ -33,39 +46,57 @@ def run(monkeypatch):
 def test_it_prints_where_the_report_lies(run):
     result, asked = run("there", "--device", "cpu", "--minutes", "5")
     assert result.stdout == "there/tables.md\n"
-    options = {"model": None, "texts": None, "device": "cpu", "num_workers": 1, "minutes": 5.0}
-    assert asked == [(Path("there"), make_plan("testbed", quick=False, on_gpu=False), options)]
+    plan = make_plan("testbed", quick=False, on_gpu=False)
+    assert asked == [(Path("there"), plan, None, None, "cpu", 5.0)]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
-def test_a_real_model_is_read_from_its_folder(run, tmp_path, name):
+@pytest.mark.parametrize("packaged", [False, True])
+def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, packaged):
     (tmp_path / "config.json").touch()
     arguments = ("--model", name, "--model-folder", str(tmp_path), "--texts", str(tmp_path), "--quick")
-    _, ((out, plan, options),) = run(*arguments, "--device", "cpu")
-    assert (out, plan) == (Path(f"out/reproduce-{name}"), make_plan(name, quick=True, on_gpu=False))
-    assert (options["model"], options["texts"]) == (str(tmp_path), tmp_path)
+    flag, suffix = (("--packaged",), "-packaged") if packaged else ((), "")
+    _, ((out, plan, *given),) = run(*arguments, "--device", "cpu", *flag)
+    assert out == Path(f"out/reproduce-{name}{suffix}")
+    assert plan == make_plan(name, quick=True, on_gpu=False, packaged=packaged)
+    assert (MAIN in plan.packaged) == packaged
+    assert given[:2] == [str(tmp_path), tmp_path]
 
 
 def test_every_gpu_has_a_worker_unless_a_device_or_a_number_is_named(run, monkeypatch):
     monkeypatch.setattr(workers, "count_gpus", lambda: 3)
     for arguments, num_workers in (((), 3), (("--device", "cpu"), 1), (("--workers", "2"), 2)):
-        _, ((_, _, options),) = run("--quick", *arguments)
-        assert options["num_workers"] == num_workers
+        result, asked = run("--quick", *arguments)
+        assert f"forecast of {num_workers}\n" in result.stderr
+        assert [given[1] for given in asked[1:]] == ([num_workers] if num_workers > 1 else [])
+
+
+def test_workers_are_processes_of_the_same_command(tmp_path):
+    command = [sys.executable, "-m", "bin.reproduction", str(tmp_path), "--device", "cpu", "--quick"]
+    done = subprocess.run(
+        [*command, "--minutes", "0", "--workers", "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/tables.md\n"), done.stderr
+    assert "shared by 2 workers" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_mistakes_are_told_with_their_remedy(run, tmp_path):
     result, asked = run("--model", "smollm2", "--model-folder", str(tmp_path), "--device", "cpu")
     told = f"error: `{tmp_path}` holds no model\nhint: `bin/fetch-smollm2 {tmp_path}`"
     assert (result.exit_code, asked) == (2, []) and result.stderr.startswith(told)
-    result, asked = run("--device", "nonsense")
-    assert (result.exit_code, asked) == (2, []) and "nonsense" in result.stderr
-    result, _ = run("--device", "cpu", failure=LeanKError("no such thing", hint="take another"))
-    assert (result.exit_code, result.stderr) == (2, "error: no such thing\nhint: take another\n")
-
-
-def test_one_that_was_interrupted_is_gone_on_with_by_the_same_command(run):
     ended = LeanKError("SIGTERM ended the run", hint="pass `--resume`", exit_code=143)
     result, _ = run("--device", "cpu", failure=ended)
     assert result.exit_code == 143
-    assert "run the same command again" in result.stderr
-    assert "--resume" not in result.stderr
+    assert "run the same command again" in result.stderr and "--resume" not in result.stderr
+
+
+def test_a_ratio_that_is_not_packaged_is_refused_before_anything_is_made(tmp_path):
+    result = CliRunner().invoke(main, [str(tmp_path / "out"), "--device", "cpu", "--packaged", "--quick"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    told = "error: no packaged mask of `testbed` was made for a pruning ratio of 0.9; there is one for 0.7\n"
+    assert result.stderr == f"{told}hint: leave `--packaged` out, and masks are trained\n"
+    assert not (tmp_path / "out").exists()

@@ -4,23 +4,28 @@ import pytest
 import torch
 
 from bin.baselines import COMPARED, make_variants
+from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
-from bin.reproduction.plan import DENSE, MAIN
+from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
 from bin.reproduction.plans import PLANS, make_plan
+from leank_convert.errors import LeanKError
+from leank_convert.mask import load_mask
+from leank_convert.masks import FOLDER
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
-CASES = [
-    (name, quick, on_gpu) for name in PLANS for quick, on_gpu in ((False, True), (False, False), (True, True))
-]
+KINDS = {
+    "gpu": {"quick": False, "on_gpu": True},
+    "cpu": {"quick": False, "on_gpu": False},
+    "quick": {"quick": True, "on_gpu": True},
+    "packaged": {"quick": False, "on_gpu": True, "packaged": True},
+}
 
 
-@pytest.fixture(
-    params=CASES, ids=lambda case: f"{case[0]}-{'quick' if case[1] else 'gpu' if case[2] else 'cpu'}"
-)
+@pytest.fixture(params=[f"{name} {kind}" for name in PLANS for kind in KINDS])
 def plan(request):
-    name, quick, on_gpu = request.param
-    return make_plan(name, quick=quick, on_gpu=on_gpu)
+    name, kind = request.param.split()
+    return make_plan(name, **KINDS[kind])
 
 
 @pytest.fixture(params=["testbed", "smollm2"])
@@ -34,7 +39,7 @@ def entries(plan):
 
 def test_every_mask_that_answers_is_made_and_nothing_is_made_twice(plan):
     made = {(name, ratio) for name, run in plan.runs.items() for ratio in run.ratios}
-    asked = {(entry.run, entry.ratio or plan.main_ratio) for entry in entries(plan) if entry.run is not None}
+    asked = {(entry.run, entry.ratio or MAIN_RATIO) for entry in entries(plan) if entry.run is not None}
     assert asked <= made
     assert len(set(plan.runs.values())) == len(plan.runs)
 
@@ -96,3 +101,31 @@ def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(papers):
     main = load_recipe(papers.recipe, papers.overrides)
     alone = load_recipe(papers.recipe, [*papers.overrides, *papers.runs["magnitude-alpha"].overrides])
     assert alone.stage1.steps + alone.stage2.steps == main.stage1.steps + main.stage2.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"), [("smollm2", "smollm2-135m-instruct"), ("qwen2.5-coder", "qwen2.5-coder-1.5b-instruct")]
+)
+def test_packaged_masks_stand_in_for_those_of_leank_at_every_ratio(tmp_path, name, stem):
+    plan = make_plan(name, quick=False, on_gpu=True, packaged=True)
+    experiment = Experiment(tmp_path, plan, "model", device="cpu")
+    done = {unit.name for unit in experiment.list_units() if unit.is_done()}
+    taken = {}
+    for run in plan.packaged:
+        assert f"masks/{run}" in done
+        taken |= experiment.bench.masks[run]
+    assert set(taken) == {0.5, 0.6, 0.7, 0.8, 0.9}
+    for ratio, mask in taken.items():
+        expected = load_mask(FOLDER / f"{stem}-{100 * ratio:g}.safetensors").channel_mask
+        assert torch.equal(mask.channel_mask, expected)
+    assert f"main setting: packaged masks {stem}-50" in experiment.describe()[2]
+
+
+def test_trained_and_packaged_masks_answer_in_folders_of_their_own(tmp_path):
+    trained, packaged = (make_plan("smollm2", quick=False, on_gpu=True, packaged=p) for p in (False, True))
+    for first, second, found in ((trained, packaged, "trained"), (packaged, trained, "packaged")):
+        out = tmp_path / found
+        Experiment(out, first, "testbed", device="cpu", minutes=0).run()
+        Experiment(out, first, "testbed", device="cpu", minutes=0)
+        with pytest.raises(LeanKError, match=f"holds answers by {found} masks"):
+            Experiment(out, second, "testbed", device="cpu")

@@ -1,15 +1,13 @@
 """The whole of it on a tiny model: every table is there, nothing is done twice, a kill costs little."""
 
 import dataclasses
-import json
-import re
 import shutil
 
 import pytest
 
 from bin.reproduction import answers as answers_module
 from bin.reproduction import bench
-from bin.reproduction.experiment import reproduce
+from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import Sizes, make_paper_plan
 from leank_convert.errors import LeanKError
 from leank_convert.train import loop
@@ -32,11 +30,7 @@ def sizes(retriever_folder):
             "calibration_prompts=1",
             "held_out_samples=0",
         ),
-        ratios=(0.5, 0.9),
-        main_ratio=0.5,
-        hard_ratio=0.9,
-        head_ratio=0.5,
-        combined_ratio=0.9,
+        ratios=(0.7, 0.9),
         num_seeds=2,
         l1_weights=(0.3,),
         width_multiples=(8,),
@@ -61,7 +55,7 @@ def done(plan, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # A mask's own report is another command's, and takes longer than its training here.
         patch.setattr(loop, "write_report", lambda *_: None)
-        reproduce(out, plan, device="cpu")
+        Experiment(out, plan, device="cpu").run()
     return out
 
 
@@ -91,7 +85,7 @@ def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, plan, monkey
     monkeypatch.setattr(answers_module, "answer_prompts", refuse)
     before = (copied / "tables.md").read_text()
     (copied / "tables.md").unlink()
-    assert reproduce(copied, plan, device="cpu") == copied / "tables.md"
+    assert Experiment(copied, plan, device="cpu").run() == copied / "tables.md"
     assert (copied / "tables.md").read_text() == before
 
 
@@ -102,7 +96,7 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, plan):
     answers.write_bytes(whole[: len(whole) // 2])
     (cell / "scores.json").unlink()
     before = (copied / "tables.md").read_text()
-    reproduce(copied, plan, device="cpu")
+    Experiment(copied, plan, device="cpu").run()
     assert (copied / "tables.md").read_text() == before
     assert len(answers.read_bytes().splitlines()) == len(whole.splitlines())
     assert answers.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, len(whole) // 2) + 1])
@@ -110,7 +104,7 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, plan):
 
 def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, monkeypatch):
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
-    (copied / "masks" / "up-to-220" / "ratio-0.5" / "channel_mask.safetensors").unlink()
+    (copied / "masks" / "up-to-220" / "ratio-0.7" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
     original = bench.train_masks
@@ -122,7 +116,7 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, mon
     monkeypatch.setattr(bench, "train_masks", note)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = (copied / "tables.md").read_text()
-    reproduce(copied, plan, device="cpu")
+    Experiment(copied, plan, device="cpu").run()
     assert made == ["static-norm-uniform", "random-uniform", "up-to-220"]
     assert (copied / "tables.md").read_text() == before
 
@@ -130,25 +124,4 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, mon
 def test_masks_of_another_recipe_are_refused(copied, sizes):
     changed = dataclasses.replace(sizes, overrides=(*sizes.overrides, "stage1.steps=3"))
     with pytest.raises(LeanKError, match="was made by another recipe"):
-        reproduce(copied, make_paper_plan(changed), device="cpu")
-
-
-def test_more_prompts_are_asked_beside_those_that_were(copied, sizes):
-    answers = copied / "test" / "retrieval-200" / "answers.jsonl"
-    before = answers.read_bytes()
-    reproduce(copied, make_paper_plan(dataclasses.replace(sizes, num_prompts=2)), device="cpu")
-    assert answers.read_bytes().startswith(before)
-    assert len(answers.read_bytes().splitlines()) == 2 * len(before.splitlines())
-
-
-def test_two_workers_share_the_work_and_find_the_same(copied, plan):
-    before = (copied / "tables.md").read_text()
-    undone = ["masks/random-uniform", "test/retrieval-200", "test/retrieval-240", "validation/retrieval-200"]
-    for unit in undone:
-        shutil.rmtree(copied / unit)
-    times = copied / "times.jsonl"
-    times.unlink()
-    reproduce(copied, plan, device="cpu", num_workers=2)
-    assert (copied / "tables.md").read_text() == before
-    found = sorted(json.loads(line)["unit"] for line in times.read_text().splitlines())
-    assert [re.sub(r"-\d+x1$", "", unit) for unit in found] == undone
+        Experiment(copied, make_paper_plan(changed), device="cpu").run()

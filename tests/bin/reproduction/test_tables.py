@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bin.reproduction.experiment import Experiment, reproduce
+from bin.reproduction.experiment import Experiment
 from bin.reproduction.plan import VALIDATION, Entry
 from bin.reproduction.plans import make_plan
 from bin.reproduction.tables import describe_difference
@@ -40,11 +40,12 @@ def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_pa
             "fwe-8192": {"dense": [0.0, 0.0, 0.5], "leank 70%": [1.0, 1.0, 1.0]},
         },
     )
-    text = {"documentation, 12": {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}}
-    (tmp_path / "text.json").write_text(json.dumps(text))
+    text = {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "documentation-4000.json").write_text(json.dumps(text))
     # In no time, nothing is begun: what an earlier run has left is told.
-    report = reproduce(tmp_path, CENTRED, model="testbed", device="cpu", minutes=0).read_text()
-    assert "| documentation, 12 | fp8 | 0.0123 | 50.0% |" in report
+    report = Experiment(tmp_path, CENTRED, "testbed", device="cpu", minutes=0).run().read_text()
+    assert "| documentation, 4000 | fp8 | 0.0123 | 50.0% |" in report
     header, found = rows(report, "RULER's tasks")
     assert header == ["", "asked", "n", "score", "against dense", "4096", "8192", "vt"]
     assert found["dense"][1:] == ["", "6", "75.0", "", "66.7", "83.3", "75.0"]
@@ -59,13 +60,16 @@ def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_pa
 
 def test_rounds_ask_more_of_every_cell_that_the_dense_model_can_answer(tmp_path):
     units = {unit.name: unit for unit in Experiment(tmp_path, CENTRED, "model", device="cpu").list_units()}
-    first, second, third = (units[f"ruler/vt-4096-7x{count}"] for count in (8, 16, 24))
+    first, second, third = (units[f"ruler/vt-4096-7x{count}"] for count in (32, 64, 100))
     assert "masks/leank" in first.needs and first.name in second.needs and second.name in third.needs
     names = [row[0].name for row in CENTRED.parts[0].rounds[0].rows]
-    scores = dict.fromkeys(names, [1.0] * 16)
-    keep(tmp_path / "ruler", {"vt-4096": {**scores, "int4": [1.0] * 8}, "fwe-4096": {"dense": [0.0] * 8}})
-    assert first.is_done() and not second.is_done()  # which int4 has to answer, too
-    assert units["ruler/fwe-4096-5x100"].is_done()
+    scores = dict.fromkeys(names, [1.0] * 64)
+    keep(tmp_path / "ruler", {"vt-4096": {**scores, "int4": [1.0] * 16}, "fwe-4096": {"dense": [0.0] * 8}})
+    assert not first.is_done()  # as int4 has to answer, too
+    assert units["ruler/fwe-4096-7x100"].is_done()
+    keep(tmp_path / "ruler", {"vt-16384": {**scores, "int4": [1.0] * 16, "leank 70% x int4": [1.0] * 16}})
+    assert units["ruler/vt-16384-7x64"].is_done()  # int4 answers 16 prompts of this length
+    assert not units["ruler/vt-16384-7x100"].is_done()
 
 
 def test_the_setting_that_is_best_on_validation_prompts_is_shown(tmp_path):
@@ -89,8 +93,9 @@ def test_bytes_stand_beside_the_score_on_prompts_that_all_answered(tmp_path):
     }
     (tmp_path / "bytes.json").write_text(json.dumps({**found, "tokens": 8}))
     kl = {name: {"kl": 0.02, "agreement": 1, "nll": 1, "dense_nll": 1} for name in ("kivi", "leank, 0.7")}
-    (tmp_path / "text.json").write_text(json.dumps({"essays, 4096": kl}))
-    report = reproduce(tmp_path, SMOLLM2, model="testbed", device="cpu", minutes=0).read_text()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "documentation-4096.json").write_text(json.dumps(kl))
+    report = Experiment(tmp_path, SMOLLM2, "testbed", device="cpu", minutes=0).run().read_text()
     _, found = rows(report, "Bytes of a cache of 8 tokens")
     assert found["dense"][:5] == ["dense", "1,000", "100.0%", "100.0%", "75.0"]
     assert found["leank, 0.7"][:5] == ["leank, 0.7", "600", "60.0%", "60.0%", "75.0"]

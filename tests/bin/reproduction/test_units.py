@@ -7,8 +7,6 @@ import signal
 import time
 from functools import partial
 
-import pytest
-
 from bin.reproduction import units
 from bin.reproduction.units import Unit, forecast, work_off
 
@@ -57,15 +55,6 @@ def test_a_unit_waits_for_what_it_needs_and_is_done_once(tmp_path):
     assert not (tmp_path / "locks").exists()
 
 
-def test_two_processes_do_every_unit_once(tmp_path):
-    workers = [SPAWN.Process(target=_work, args=(tmp_path, 0.3)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert sorted(name for name, _ in _begun(tmp_path)) == list(NAMES)
-
-
 def test_what_a_killed_process_had_begun_is_done_by_another(tmp_path, monkeypatch):
     monkeypatch.setattr(units, "_WAIT_SECONDS", 0.01)
     worker = SPAWN.Process(target=_work, args=(tmp_path, 600.0))
@@ -83,15 +72,6 @@ def test_what_a_killed_process_had_begun_is_done_by_another(tmp_path, monkeypatc
     assert [name for name, _ in _begun(tmp_path)] == ["a", "b", "c", "a", "d"]
     noted = [json.loads(line)["unit"] for line in (tmp_path / "times.jsonl").read_text().splitlines()]
     assert noted == ["b", "c", "a", "d"]
-
-
-def test_a_unit_that_fails_is_told_and_left_undone(tmp_path):
-    def fail():
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        work_off([Unit("it", lambda: False, fail)], tmp_path, lambda _: None)
-    assert not (tmp_path / "locks").exists()
 
 
 def test_minutes_that_are_left_go_by_rough_figures_until_something_was_measured(tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bin.testbed.held_out import HELD_OUT_LENGTHS, exact_match, render_table
+from bin.testbed.held_out import exact_match
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import TASKS, build_sample
 
@@ -38,15 +37,3 @@ def test_exact_match_is_what_generate_gets_right():
         measured = exact_match(model, task, 200, two_word_names=True, count=5, seed=5)
         assert measured == right[task] / 5
     assert 1 < sum(right.values()) < 14
-
-
-def test_table_has_a_row_a_task_and_kind_of_name():
-    cells = itertools.product(TASKS, HELD_OUT_LENGTHS, (False, True))
-    figures = [
-        {"task": task, "tokens": tokens, "two_word_names": two_words, "exact_match": index / 100}
-        for index, (task, tokens, two_words) in enumerate(cells)
-    ]
-    lines = render_table(figures).splitlines()
-    assert len(lines) == 2 + 6
-    assert lines[0] == "| task | names | 256 tokens | 512 tokens | 1024 tokens | 2048 tokens |"
-    assert lines[3] == "| retrieval | two words | 0.0100 | 0.0300 | 0.0500 | 0.0700 |"

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bin.testbed import held_out, train
-from bin.testbed.train import LENGTHS, Batches, Curriculum, Request, TrainingPlan, training_sequence
-from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, PAD, USER, VOCABULARY
+from bin.testbed.train import LENGTHS, Curriculum, TrainingPlan, training_sequence
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, USER, VOCABULARY
 
 PLAN = TrainingPlan(steps=1000, tokens_per_step=2048)
 
@@ -46,30 +46,6 @@ def test_answered_positions_are_the_answers(length, two_word_names):
         assert answered
 
 
-def test_padding_follows_the_last_answer():
-    ids, answered = training_sequence(random.Random(0), 256, 0.3, False)
-    assert set(ids[answered[-1] + 1 :]) <= {IDS[PAD]}
-    assert IDS[PAD] not in ids[: answered[-1] + 1]
-
-
-def test_longest_documents_are_those_of_prompts_of_2048_tokens():
-    ids, answered = training_sequence(random.Random(1), LENGTHS[-1], PLAN.question_share, False)
-    assert ids.index(IDS[END]) >= 2048
-    assert len(answered) > 200
-
-
-@pytest.mark.parametrize("length", LENGTHS[:5])
-def test_batch_is_a_function_of_the_seed_and_its_request(length):
-    request = Request(7, length, 0.5)
-    batch, again = Batches(PLAN)[request], Batches(PLAN)[request]
-    other = Batches(replace(PLAN, seed=1))[request]
-    assert batch.ids.shape == (2048 // length, length)
-    assert torch.equal(batch.ids, again.ids)
-    assert not torch.equal(batch.ids, other.ids)
-    assert torch.equal(batch.ids.flatten()[batch.answer_positions], batch.answer_ids)
-    assert (batch.answer_positions // length).unique().tolist() == list(range(2048 // length))
-
-
 def test_lengths_grow_after_enough_low_losses_at_the_present_one_and_bring_two_word_names():
     curriculum = Curriculum(PLAN)
     see_losses(curriculum, 0.01, 99)
@@ -89,15 +65,6 @@ def test_lengths_grow_after_enough_low_losses_at_the_present_one_and_bring_two_w
     assert {request.two_word_share for request in itertools.islice(curriculum, 20)} == {0.5}
     see_losses(curriculum, 0.0, 5000)
     assert lengths_drawn(curriculum, 500) == set(LENGTHS)
-
-
-def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
-    plan = TrainingPlan(steps=1000, warmup_steps=100, decay_share=0.4, learning_rate=1.0)
-    rates = [plan.learning_rate_at(step) for step in range(1, 1001)]
-    assert rates[0] == 0.01
-    assert rates[99:600] == [1.0] * 501
-    assert rates[600:] == sorted(rates[600:], reverse=True)
-    assert 0 < rates[-1] < 0.01
 
 
 @pytest.mark.parametrize("layers", ["full", "sliding,full"])
@@ -127,17 +94,6 @@ def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypa
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     kinds = getattr(model.config, "layer_types", ["full_attention"])
     assert kinds == plan.layer_types
-
-
-def test_layers_take_their_kinds_in_turn():
-    plan = replace(PLAN, num_hidden_layers=5, layers="sliding,sliding,full")
-    assert [kind.removesuffix("_attention") for kind in plan.layer_types] == [
-        "sliding",
-        "sliding",
-        "full",
-        "sliding",
-        "sliding",
-    ]
 
 
 def test_a_mixed_model_does_not_take_the_shipped_one_s_place(monkeypatch: pytest.MonkeyPatch, capsys):
