@@ -1,8 +1,8 @@
 # Serves a converted checkpoint by vLLM on NVIDIA GPUs. Build the wheel first:
 #
 #   python -m build --wheel
-#   docker build -t leank-convert .
-#   docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/out:/out" leank-convert /out
+#   docker build -t leank .
+#   docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/out:/out" leank /out
 FROM vllm/vllm-openai:v0.33.0
 COPY dist/*.whl /tmp/
 # vLLM asks for a tilelang that is too old for the kernels.
