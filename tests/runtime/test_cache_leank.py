@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.memory_leank import CacheMemory
 from runtime.tools import concatenate
-from tests.twin_caches import ids
+from tests.runtime.tiny_inputs import ids
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
@@ -112,32 +110,6 @@ def test_unreached_memory_is_zero(model_pair, some_masks):
         assert store.window_keys.isfinite().all() and store.window_values.isfinite().all()
 
 
-@pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_crop_takes_tokens_back(prune, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8, prune=prune).leank
-    cache = feed(model, ids(2, 20))[CACHE]
-    expected = copy.deepcopy(cache)
-    feed(model, ids(2, 4, 1), cache)
-    cache.crop(torch.tensor(-4))
-    cache.crop(0)
-    assert cache.get_seq_length() == 20
-    for count in (1, 3, 1):
-        ours = feed(model, ids(2, count, 2), cache).logits
-        assert_close(model, ours, feed(model, ids(2, count, 2), expected).logits)
-
-
-def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
-    mask = torch.ones(2, 24, dtype=torch.long)
-    mask[1, :5] = 0
-    mask[1, 21:23] = 0
-    cache = feed(model, ids(2, 20), attention_mask=mask[:, :20])[CACHE]
-    feed(model, ids(2, 4), cache, attention_mask=mask)
-    assert cache.rows.lengths.tolist() == [24, 17]
-    cache.crop(-3)
-    assert cache.rows.lengths.tolist() == [21, 16]
-
-
 @pytest.mark.parametrize("mask", ["none", "ones", "padded"])
 def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(mask, model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
@@ -176,26 +148,6 @@ def test_crop_of_everything_leaves_an_empty_cache(model_pair, some_masks):
     cache.crop(-8)
     assert cache.get_seq_length() == 0
     assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
-
-
-@pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
-    mask = torch.ones(3, 20, dtype=torch.long)
-    mask[1, :6] = 0
-    mask[2, :15] = 0
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-    ):
-        cache = feed(model, ids(3, 20), attention_mask=mask)[CACHE]
-        expected = feed(model, ids(3, 20)[rows], attention_mask=mask[rows])[CACHE]
-        change(cache)
-        new, full = ids(3, 1, 1)[rows], torch.cat([mask[rows], torch.ones(len(rows), 1, dtype=torch.long)], 1)
-        ours = feed(model, new, cache, attention_mask=full).logits
-        assert_close(model, ours, feed(model, new, expected, attention_mask=full).logits)
 
 
 @pytest.mark.parametrize(
@@ -263,27 +215,6 @@ class TestOwnChannelMasks:
             layer.set_channel_mask(mask)
         ours = model.generate(ids(2, 30), cache=cache, **GREEDY)
         assert torch.equal(ours, expected)
-
-    def test_every_row_may_have_its_own(self, model_pair, some_masks, assert_close):
-        model = model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank
-        own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
-        together, alone = model.build_cache(), [model.build_cache(), model.build_cache()]
-        for index, layer in enumerate(together.layers):
-            layer.set_channel_mask(torch.stack([mask[index] for mask in own]))
-        for cache, mask in zip(alone, own, strict=True):
-            for index, layer in enumerate(cache.layers):
-                layer.set_channel_mask(mask[index])
-        tokens = torch.cat([ids(2, 30), ids(2, 20, 1)], 1)
-        both = []
-        for cache, rows in ((together, [0, 1]), (alone[0], [0]), (alone[1], [1])):
-            feed(model, tokens[rows, :30], cache)
-            both.append(
-                torch.cat([feed(model, tokens[rows, i : i + 1], cache).logits for i in range(30, 50)], 1)
-            )
-        assert_close(model, both[0], torch.cat(both[1:]))
-        together.reorder_cache(torch.tensor([1, 0]))
-        swapped = feed(model, ids(2, 1), together).logits[0]
-        assert_close(model, swapped, feed(model, ids(2, 1)[:1], alone[1]).logits[0])
 
     @pytest.mark.parametrize(
         ("mask", "message"),

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.modeling_leank import LeanKLlamaForCausalLM
-from tests.runtime.tiny_inputs import GREEDY, everything, one_row
+from tests.runtime.tiny_inputs import GREEDY, everything, feed_turns, one_row
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
@@ -89,13 +89,10 @@ def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair, some_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, model_pair, fed_logits):
+def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, model_pair):
     pair = model_pair(everything())
-    ids = padded_batch()["input_ids"][0]
-    turns = [[9]] + [[1]] * 12
-    (exact,), _ = fed_logits(pair.dense, [ids], turns)
-    (dense,), _ = fed_logits(copy.deepcopy(pair.dense).to(dtype), [ids], turns)
-    (ours,), _ = fed_logits(copy.deepcopy(pair.leank).to(dtype), [ids], turns)
+    models = pair.dense, copy.deepcopy(pair.dense).to(dtype), copy.deepcopy(pair.leank).to(dtype)
+    exact, dense, ours = (feed_turns(model, None, [9, *[1] * 12]) for model in models)
     assert ours.dtype == dtype
     assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
 

@@ -1,35 +1,11 @@
-"""The append rule in closed form against lists that are moved token by token, and what a row is told."""
+"""What a step of rows tells the layers: without asking the device, and only once."""
 
 from __future__ import annotations
-
-import random
-from itertools import accumulate
 
 import pytest
 import torch
 
-from runtime.rows_leank import RowState, pruned_after_append, pruned_after_prefill
-from tests.runtime.conftest import PRUNED, view_of_every_token
-
-SIZES = [(3, 6, 4), (0, 6, 4), (3, 0, 2), (2, 5, 1), (0, 0, 1), (2, 3, 9), (1, 2, 3)]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_lengths_follow_the_lists(sizes):
-    random.seed(0)
-    for prompt in (1, 2, 4, 9, 12, 13, 14, 40):
-        counts = [random.choice([1, 1, 2, 5, 23]) for _ in range(20)]
-        tokens = view_of_every_token([prompt, *[1] * sum(counts)], *sizes)
-        lengths = list(accumulate([prompt, *counts]))
-        pruned = pruned_after_prefill(torch.tensor([prompt]), sizes[0], sizes[1])
-        for length in lengths[1:]:
-            pruned = pruned_after_append(torch.tensor([length]), pruned, *sizes)
-            assert pruned.tolist() == [int((tokens[length - 1] == PRUNED).sum())]
-
-
-def test_a_prompt_leaves_all_but_the_sink_and_recent_tokens_pruned():
-    lengths = torch.tensor([1, 8, 9, 10, 40])
-    assert pruned_after_prefill(lengths, 3, 6).tolist() == [0, 0, 0, 1, 31]
+from runtime.rows_leank import RowState
 
 
 def test_a_decode_step_without_padding_asks_nothing_of_the_device():
