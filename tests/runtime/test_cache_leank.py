@@ -43,17 +43,6 @@ def test_bytes_are_counted_by_region(model_pair, some_masks):
     assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
 
 
-def test_the_report_is_what_the_tensors_hold(model_pair, some_masks):
-    pair = model_pair(some_masks([[1, 5, 15], [2, 7, 9]]))
-    cache = feed(pair.leank, ids(2, 300))[CACHE]
-    held = 0
-    for layer in cache.layers:
-        store = layer.store
-        for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
-            held += tensor.untyped_storage().nbytes()
-    assert cache.memory().total.allocated == held
-
-
 def test_pending_input_is_counted_as_dense(model_pair, some_masks):
     pair = model_pair(some_masks(MASK_WIDTHS), prune="deferred")
     memory = feed(pair.leank, ids(2, 30))[CACHE].memory()
@@ -93,21 +82,6 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
                     sum(getattr(region, name) for region in regions) for name in ("used", "allocated")
                 )
                 assert used < allocated <= 9 / 8 * used + 8 * page_bytes
-
-
-def test_unreached_memory_is_zero(model_pair, some_masks):
-    pair = model_pair(some_masks(MASK_WIDTHS))
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, :60] = 0
-    cache = feed(pair.leank, ids(2, 70), attention_mask=mask)[CACHE]
-    for layer in cache.layers:
-        store = layer.store
-        pages = store.tables.on(torch.device("cpu"))[0]
-        assert store.tables.runs == (2, 1)
-        for pool in (store.kept_keys, store.values):
-            assert pool[pages[0, 0]].any(dim=-1).all() and pool[pages[0, 1]][:, :6].any(dim=-1).all()
-            assert not pool[pages[0, 1]][:, 6:].any() and not pool[pages[1, 0]][:, 10:].any()
-        assert store.window_keys.isfinite().all() and store.window_values.isfinite().all()
 
 
 @pytest.mark.parametrize("mask", ["none", "ones", "padded"])
@@ -172,16 +146,6 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
         model(ids(1, 1), cache=cache)
 
 
-def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS)).leank
-    expected = feed(model, ids(1, 20))[CACHE]
-    with torch.inference_mode():
-        cache = model(ids(1, 20))[CACHE]
-    cache.reserve(200)
-    ours, theirs = (feed(model, ids(1, 1), each).logits for each in (cache, expected))
-    assert_close(model, ours, theirs)
-
-
 def test_a_reset_cache_starts_again(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = model.build_cache()
@@ -189,17 +153,6 @@ def test_a_reset_cache_starts_again(model_pair, some_masks):
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.memory().total.allocated == 0
     assert torch.equal(model.generate(ids(2, 20), cache=cache, **GREEDY), first)
-
-
-def test_the_mode_cannot_change_under_tokens(model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS)).leank
-    cache = feed(model, ids(1, 20))[CACHE]
-    cache.prune = "eager"
-    with pytest.raises(ValueError, match="holds tokens already, it cannot change to `deferred`"):
-        model.generate(ids(1, 25), cache=cache, prune="deferred", **GREEDY)
-    cache.reset()
-    cache.prune = "deferred"
-    assert feed(model, ids(1, 20), cache)[CACHE].rows.is_pending
 
 
 class TestOwnChannelMasks:

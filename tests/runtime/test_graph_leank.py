@@ -64,14 +64,6 @@ def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model, assert_sam
     assert cache.graph.num_captures == 4 and cache.graph.why_eager is None
 
 
-def test_a_draft_that_fills_what_is_reserved_needs_no_more(graphs, model, assert_close):
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    cache.reserve(64)
-    turns = [50, 3, 3, 3, 2, 1, 2]
-    assert_close(model, feed_turns(model, cache, turns), feed_turns(model, plain, turns))
-    assert cache.graph.num_replays == 3 and cache.rows.tables.runs == (1, 1)
-
-
 @pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
 def test_generate_replays_drafts(drafts, graphs, model_pair, some_masks):
     model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.attention_leank import leank_attention, leank_mask
+from runtime.attention_leank import leank_attention
 
 
 class Attention(nn.Module):
@@ -71,12 +71,6 @@ def test_more_keys_than_queries_come_from_a_foreign_cache():
     query, key, value = states(5, seed=0)
     with pytest.raises(ValueError, match=r"5 keys for 1 queries: .* not LeanK's"):
         leank_attention(Attention(), query[:, :, -1:], key, value, None, scaling=0.3)
-
-
-def test_decoding_gets_the_padding_mask_as_it_is():
-    mask = torch.ones(2, 30, dtype=torch.bool)
-    assert leank_mask(kv_length=0, attention_mask=mask, batch_size=2, q_length=1, q_offset=29) is mask
-    assert leank_mask(kv_length=0, attention_mask=None, batch_size=2, q_length=1, q_offset=29) is None
 
 
 def test_a_layer_refuses_keys_of_another_shape(model_pair, some_masks):

@@ -37,36 +37,6 @@ def test_every_channel_has_one_lane(widths, chunk_size):
         assert dropped[dropped >= 0].tolist() == (~mask).flatten().nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_the_head_table_names_the_chunks_of_every_head(widths):
-    layout = ChunkLayout(widths, 128, 16)
-    index = layout.chunk_index(order_channels(random_mask(widths))[None])[0]
-    value_row = window_row = cost = 0
-    *rows, totals = layout.head_table
-    for head, (kept, num_kept, row, dropped, num_dropped, other_row, tile, earlier) in enumerate(rows):
-        dropped += layout.num_kept_chunks
-        for first, count, span in (
-            (kept, num_kept, widths[head]),
-            (dropped, num_dropped, 128 - widths[head]),
-        ):
-            channels = index[first : first + count].flatten()
-            assert (channels[channels >= 0] // 128 == head).all()
-            assert count == -(-span // 16)
-        assert (row, other_row) == ((value_row, -1) if widths[head] else (-1, window_row))
-        assert (tile, earlier) == (num_kept + 128 // 16 + 1 if widths[head] else 0, cost)
-        value_row, window_row, cost = (
-            value_row + (widths[head] > 0),
-            window_row + (not widths[head]),
-            cost + tile,
-        )
-    assert totals == (
-        layout.num_kept_chunks, 0, value_row, layout.num_dropped_chunks, 0, window_row, 17, cost
-    )  # fmt: skip
-    assert layout.value_heads + layout.window_heads == tuple(
-        sorted(range(len(widths)), key=lambda h: not widths[h])
-    )
-
-
 @pytest.mark.parametrize(
     ("widths", "head_dim", "expected"),
     [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime.pages_leank import PageTables, page_sources, spread_pages
+from runtime.pages_leank import PageTables, spread_pages
 from tests.runtime.tiny_inputs import WIDTHS, row
 
 
@@ -41,28 +41,6 @@ def test_growth_takes_few_steps():
         if length > run * 64:
             (run,), growths = spread_pages([length], 128, 1088), growths + 1
     assert growths < 100
-
-
-@pytest.mark.parametrize(("sink", "ring"), [(0, 33), (3, 40), (4, 36), (9, 35), (0, 34)], ids=str)
-def test_tokens_that_are_whole_together_lie_apart_in_the_window(sink, ring, small_pages):
-    tables = PageTables([40, 30], sink, ring)
-    window = tables.on(torch.device("cpu"))[1]
-    for length in range(1, 121):
-        whole = {*range(min(sink, length)), *range(max(length - ring, 0), length)}
-        pages = sorted({token // 4 for token in whole})
-        for entries in window.tolist():
-            assert len({entries[page] for page in pages}) == len(pages)
-        held = tables.window_numbers(torch.tensor([length, length]))
-        first = [0, tables.window_runs[0]]
-        for page in pages:
-            for number, entries, start in zip(held.tolist(), window.tolist(), first, strict=True):
-                assert number[entries[page] - start] == page
-
-
-def test_pages_go_on_from_those_of_their_row():
-    assert page_sources([3, 3], [2, 2], torch.tensor([1, 0])).tolist() == [2, 3, -1, 0, 1, -1]
-    assert page_sources([1, 3], [2, 2]).tolist() == [0, 2, 3, -1]
-    assert page_sources([1, 1, 2], [2, 1], torch.tensor([1, 1, 0])).tolist() == [2, 2, 0, 1]
 
 
 def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair, some_masks):

@@ -32,20 +32,6 @@ def test_a_padded_decode_step_asks_nothing_of_the_device():
     assert rows.max_length == 50
 
 
-def test_padding_takes_places_of_its_own_behind_the_tokens():
-    rows = RowState(3, 6, 4, "eager")
-    cpu = torch.device("cpu")
-    rows.step(0, 2, 10, None, cpu)
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[0, 10:13] = False
-    mask[1, [11, 15]] = False
-    append = rows.step(10, 2, 6, mask, cpu).append
-    assert append.columns.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
-    assert append.seen.tolist() == [[10, 10, 10, 11, 12, 13], [11, 11, 12, 13, 14, 14]]
-    assert append.pruned.tolist() == [[1] * 6] * 2
-    assert rows.tables.fits([16, 16]) and rows.bounds == [13, 14] and rows.max_length == 14
-
-
 def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
     rows = RowState(3, 6, 4, "eager")
     cpu = torch.device("cpu")
@@ -54,16 +40,6 @@ def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
     rows.step(5, 1, 1, None, cpu)
     with pytest.raises(RuntimeError, match="earlier forward pass did not reach every layer"):
         rows.step(3, 1, 1, None, cpu)
-
-
-def test_a_step_moves_to_another_device_once():
-    rows = RowState(3, 6, 4, "eager")
-    rows.step(0, 1, 5, None, torch.device("cpu"))
-    step = rows.step(5, 1, 1, None, torch.device("cpu"))
-    moved = step.to(torch.device("meta"))
-    assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
-    assert moved.append.tables is step.append.tables
-    assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step
 
 
 def test_padding_of_replayed_drafts_takes_no_pages():
