@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from runtime.fp8_leank import SCALE_NAMES
 from tests.runtime.conversation import ModelPair
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
 from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS, assert_close
+from tests.tiny_families import random_mask
 
 
 def packed(masks: torch.Tensor) -> list[str]:
@@ -100,16 +101,7 @@ def model_pair() -> Callable[..., ModelPair]:
 @pytest.fixture
 def some_masks() -> Callable[..., torch.Tensor]:
     """Random masks: `some_masks([[0, 5, 16], …])` keeps so many channels per head."""
-
-    def make(widths: Sequence[Sequence[int]], head_dim: int = 16, seed: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
-        for layer, row in enumerate(widths):
-            for head, width in enumerate(row):
-                mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
-        return mask
-
-    return make
+    return random_mask
 
 
 @pytest.fixture

@@ -100,21 +100,6 @@ def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
     assert not fused_steps
 
 
-def test_rows_that_keep_channels_of_their_own(fused_steps, build, some_masks, assert_close):
-    model = build()
-    results = []
-    for use_graphs in (True, False):
-        cache = model.build_cache(prune="deferred", use_graphs=use_graphs)
-        with torch.no_grad():
-            model(ids(2, 15), cache=cache)
-            for index, layer in enumerate(cache.layers):
-                masks = [some_masks(WIDTHS, seed=seed)[index] for seed in (1, 2)]
-                layer.set_channel_mask(torch.stack(masks))
-            results.append([model(ids(2, 1), cache=cache).logits for _ in range(6)])
-    assert_close(model, *(torch.cat(logits, 1) for logits in results))
-    assert len(fused_steps) == 2
-
-
 def test_a_model_without_a_head(fused_steps, build):
     whole = build()
     model = LeanKLlamaModel(whole.config).eval()

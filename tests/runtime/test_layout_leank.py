@@ -6,16 +6,9 @@ import pytest
 import torch
 
 from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from tests.tiny_families import random_mask
 
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
-
-
-def random_mask(widths: tuple[int, ...], head_dim: int = 128, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(len(widths), head_dim, dtype=torch.bool)
-    for head, width in enumerate(widths):
-        mask[head, torch.randperm(head_dim, generator=generator)[:width]] = True
-    return mask
 
 
 def test_channels_are_ordered_kept_first_each_part_ascending():
@@ -27,7 +20,7 @@ def test_channels_are_ordered_kept_first_each_part_ascending():
 @pytest.mark.parametrize("chunk_size", [16, 32])
 def test_every_channel_has_one_lane(widths, chunk_size):
     layout = ChunkLayout(widths, 128, chunk_size)
-    masks = torch.stack([random_mask(widths, seed=seed) for seed in range(3)])
+    masks = torch.stack([random_mask([widths], 128, seed)[0] for seed in range(3)])
     index = layout.chunk_index(order_channels(masks))
     assert index.shape == (3, layout.num_kept_chunks + layout.num_dropped_chunks, chunk_size)
     for row, mask in zip(index, masks, strict=True):
