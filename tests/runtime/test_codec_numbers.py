@@ -10,7 +10,6 @@ import torch
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
 from runtime.codec_leank import Int4
-from runtime.constants_leank import Constants, choose_constants
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
 from runtime.tools import concatenate, decode_layer, fill_layer
@@ -93,29 +92,6 @@ def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, mod
         exact, rounded = (x.double().log_softmax(-1) for x in logits)
         losses.append(float((exact.exp() * (exact - rounded)).sum(-1).mean()))
     assert 0 < losses[1] <= 2 * losses[0]
-
-
-def test_a_rows_own_constants_are_those_of_its_real_tokens():
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(3, 2, 50, 8, generator=generator) * 3 + 40 for _ in range(2))
-    real = torch.ones(3, 50, dtype=torch.bool)
-    real[1, :30], real[2] = False, False
-    hidden = ~real[:, None, :, None]
-    given = keys.masked_fill(hidden, torch.nan), values.masked_fill(hidden, torch.nan)
-    for kv_dtype in ("int4", "fp8"):
-        found = choose_constants(*given, real, kv_dtype, Constants())
-        torch.testing.assert_close(found.key_mean[0], keys[0].mean(1))
-        torch.testing.assert_close(found.key_mean[1], keys[1, :, 30:].mean(1))
-        # A row of padding alone has what the others have together.
-        torch.testing.assert_close(found.key_mean[2], torch.cat([keys[0], keys[1, :, 30:]], 1).mean(1))
-    assert torch.equal(found.key_scale[2], torch.maximum(found.key_scale[0], found.key_scale[1]))
-    keys[0, 1, 3, 2] = torch.inf
-    broken = choose_constants(keys, values, None, "int4", Constants()).key_mean
-    assert broken[0, 1, 2] == 0 and broken.isfinite().all()
-    # The model's stands where it has one, and nothing is looked for where nothing is rounded.
-    assert choose_constants(keys, values, None, "auto", Constants()) == Constants()
-    own = torch.ones(1, 2, 8)
-    assert choose_constants(keys, values, None, "int4", Constants(own)).key_mean is own
 
 
 @pytest.mark.parametrize(("kv_dtype", "bits"), [("auto", 16), ("fp8", 8), ("int4", 5)])

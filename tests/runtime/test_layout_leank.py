@@ -11,11 +11,6 @@ from tests.tiny_families import random_mask
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
 
 
-def test_channels_are_ordered_kept_first_each_part_ascending():
-    mask = torch.tensor([[False, True, False, True], [True, True, True, True], [False, False, False, False]])
-    assert order_channels(mask).tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("chunk_size", [16, 32])
 def test_every_channel_has_one_lane(widths, chunk_size):
