@@ -113,16 +113,17 @@ def rows_that_move(start):
 
 
 def caches_that_are_joined(start):
-    """Of one prompt each, some of which decode already; then such as go on without a padding mask."""
+    """Of a prompt each, which decode already; they know their padding, and are told of it later."""
     talks = [start(1, seed=1000 * count).feed(count) for count in (70, 33, 34)]
     for talk in talks:
         talk.feed(1)
     talk = talks[0].join(talks[1]).join(talks[2], num_reserved=90)
-    talk.feed(1).feed(4)
     talk.tells_padding = False
-    for count in (1, 1, 9, 1):
-        talk.feed(count)
-    return talk
+    talk.feed(1).feed(4)
+    talk.crop(min(3, *(len(row.recent) for row in talk.rows)))
+    talk.feed(1).feed(9)
+    talk.tells_padding = True
+    return talk.feed(1).feed(1)
 
 
 def prompts_that_wait_to_be_pruned(start):
@@ -135,6 +136,7 @@ def prompts_that_wait_to_be_pruned(start):
         order = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort(-1)
         forked.choose_channels(talk.pair.masks.expand_as(order).gather(-1, order).unbind())
         forked.feed(1)
+    talk.tells_padding = False
     for each in (forks[0].join(forks[1]), talk):
         for count in (1, 3, 1):
             each.feed(count)
