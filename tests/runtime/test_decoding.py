@@ -130,6 +130,8 @@ def prompts_that_wait_to_be_pruned(start):
     """Joined while they wait, then forked with other windows and channels of every row's own."""
     talks = [start(1, prune="deferred", seed=1000 * count).feed(count) for count in (20, 33, 5)]
     talk = talks[0].join(*talks[1:])
+    talk.reorder(1, 2, 0)
+    talk.crop(2)
     forks = [talk.fork(sink_size=1, recent_size=2, flush_size=2) for _ in range(2)]
     for seed, forked in enumerate(forks):
         shape = 3, *talk.pair.masks.shape

@@ -53,3 +53,13 @@ def test_padding_of_replayed_drafts_takes_no_pages():
         rows.padding = torch.ones(2, rows.num_columns)
     assert rows.lengths.tolist() == [650, 30] and rows.tables.fits([650, 30])
     assert rows.tables.runs[1] <= 3
+
+
+def test_a_step_moves_to_another_device_once():
+    rows = RowState(3, 6, 4, "eager")
+    rows.step(0, 1, 5, None, torch.device("cpu"))
+    step = rows.step(5, 1, 1, None, torch.device("cpu"))
+    moved = step.to(torch.device("meta"))
+    assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
+    assert moved.append.tables is step.append.tables
+    assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step
