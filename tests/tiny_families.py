@@ -89,9 +89,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
+def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16, seed: int = 0) -> torch.Tensor:
     """Draw a mask, bool [L, H_kv, D], that keeps so many channels per layer and head."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
     for layer, row in enumerate(widths):
         for head, width in enumerate(row):

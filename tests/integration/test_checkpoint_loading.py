@@ -199,20 +199,6 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
     assert torch.equal(model.generate(**batch(), **GREEDY), expected)
 
 
-def test_a_model_of_its_config_alone_answers_nothing(converted, load):
-    model = load(converted(widths=WIDTHS, centred=True).folder)
-    bare = type(model)(model.config).eval()
-    with pytest.raises(ValueError, match="from its config alone, and the mean of keys lies in its check"):
-        bare.generate(**batch(), **GREEDY)
-
-
-def test_an_adapter_of_the_original_is_refused_where_an_export_moved_heads(converted, load):
-    checkpoint = converted("Llama", [[8, 3], [3, 16]])
-    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
-        load(checkpoint.folder).load_adapter("own/adapter")
-    assert "## Adapters" in (checkpoint.folder / "README.md").read_text()
-
-
 def test_two_checkpoints_live_in_one_process(converted, load):
     """Another family, another mask: each model loads its own copy of the code over one global registry."""
     one, two = (

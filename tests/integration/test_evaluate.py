@@ -97,20 +97,56 @@ def test_other_methods_answer_the_same_prompts_and_their_bytes_are_counted(conve
     assert result.total.means["quest-16"] == result.total.means["snapkv-2048"] == 1.0
 
 
-def test_prompts_within_the_window_prove_nothing_and_are_refused(convert):
-    with pytest.raises(LeanKError, match="nothing of any prompt would be pruned"):
-        compare(convert("all", recent_size=400))
+def without(folder, *names):
+    """A copy of a folder that lacks files."""
+    for name in names:
+        for path in folder.glob(name):
+            path.unlink()
+    return folder
+
+
+def with_another_vocabulary(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["new"] = len(tokenizer["model"]["vocab"])
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_answered(
+    convert, exact, graph, copy_of, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", None)
+    half, written = convert("half"), tmp_path / "written"
+    written.mkdir()
+    (written / "results.csv").write_text("mine")
+    no_task = {"recipe": "quickstart", "overrides": ["data.haystack.source=story.txt"]}
+    no_tokenizer = r"the tokenizer of `.*` cannot be loaded"
+    for checkpoint, options, message, hint in (
+        (convert("all", recent_size=400), {}, "nothing of any prompt would be pruned", ""),
+        (half, no_task, "none of the tasks", ""),
+        (without(copy_of(half), "tokenizer*"), {}, no_tokenizer, "put its files into that folder"),
+        (half, {"against": without(copy_of(MODEL_DIR), "tokenizer*")}, no_tokenizer, "put its files into"),
+        (
+            exact,
+            {"against": without(copy_of(graph), "model.onnx.data")},
+            r"model\.onnx\.data` is missing",
+            "",
+        ),
+        (half, {"against": with_another_vocabulary(copy_of(convert("all")))}, "another vocabulary", ""),
+        (half, {"out": written}, r"results.csv` was not written by `evaluate`", ""),
+    ):
+        if "against" in options:
+            options["against"] = str(options["against"])
+        with pytest.raises(LeanKError, match=message) as caught:
+            compare(checkpoint, **options)
+        assert hint in (caught.value.hint or "")
+    assert [path.read_text() for path in written.iterdir()] == ["mine"]
 
 
 def test_some_prompts_within_the_window_are_counted(convert, caplog):
     result = compare(convert("all", recent_size=300))
     assert 0 < result.num_whole < result.total.n
     assert f"{result.num_whole} of 6 prompts" in caplog.text
-
-
-def test_a_haystack_that_no_task_uses_is_refused_as_in_training(convert):
-    with pytest.raises(LeanKError, match="none of the tasks"):
-        compare(convert("all"), recipe="quickstart", overrides=["data.haystack.source=story.txt"])
 
 
 def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
@@ -132,18 +168,6 @@ def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
     assert together["small"] != together["half"] != together["dense"]
 
 
-def test_dense_answers_are_those_of_generate(convert):
-    evaluated = load_evaluated(convert("half"), torch.device("cpu"))
-    prompts = held_out_prompts(evaluated.tokenizer, DATA, num_samples=3, seed=5)
-    answered = texts(answer_prompts(evaluated, prompts, [Dense(evaluated.dense)], batch_size=3))["dense"]
-    for prompt in prompts:
-        output = evaluated.dense.generate(
-            prompt.input_ids[None], max_new_tokens=prompt.max_new_tokens, do_sample=False
-        )
-        new = output[0, len(prompt.input_ids) :]
-        assert evaluated.tokenizer.decode(new, skip_special_tokens=True) == answered[prompt.index].strip()
-
-
 def test_dense_and_pruned_answers_end_at_the_same_tokens(convert, tmp_path):
     """`generation_config.json` may name more of them than config.json."""
     out = shutil.copytree(convert("all"), tmp_path / "out")
@@ -159,19 +183,6 @@ def test_dense_and_pruned_answers_end_at_the_same_tokens(convert, tmp_path):
     ended = texts(answer_prompts(evaluated, prompts, [Dense(evaluated.dense), Masked("all")], batch_size=4))
     assert ended["dense"] == ended["all"]
     assert ended["dense"][0] == ""
-
-
-@pytest.mark.parametrize("against", [False, True])
-def test_a_folder_without_a_tokenizer_is_told_of_before_anything_is_answered(
-    convert, tmp_path, monkeypatch, against
-):
-    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", None)
-    out = shutil.copytree(MODEL_DIR if against else convert("half"), tmp_path / "out")
-    for path in out.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(LeanKError, match=r"the tokenizer of `.*out` cannot be loaded") as caught:
-        compare(convert("half"), against=str(out)) if against else compare(out)
-    assert "put its files into that folder" in caught.value.hint
 
 
 def test_a_prompt_too_long_for_the_memory_is_told_of(convert, monkeypatch):
@@ -207,24 +218,6 @@ def test_an_onnx_folder_to_compare_with_answers_as_the_checkpoint_does(exact, gr
     assert texts["against"] == texts["pruned"]
 
 
-def test_a_spoiled_onnx_folder_is_told_of_before_anything_is_answered(exact, graph, tmp_path, monkeypatch):
-    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", None)
-    out = shutil.copytree(graph, tmp_path / "out")
-    (out / "model.onnx.data").unlink()
-    with pytest.raises(LeanKError, match=r"model\.onnx\.data` is missing"):
-        compare(exact, against=str(out))
-
-
-def test_a_model_of_another_vocabulary_is_refused(convert, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(MODEL_DIR, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["new"] = len(tokenizer["model"]["vocab"])
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(LeanKError, match="another vocabulary"):
-        compare(convert("half"), against=str(other))
-
-
 def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_path, monkeypatch):
     whole = compare(convert("half"), out=tmp_path / "whole")
     path = tmp_path / "half" / ANSWERS_NAME
@@ -257,13 +250,6 @@ def test_two_evaluations_never_write_to_one_folder(convert, tmp_path, monkeypatc
     monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", answer_meanwhile)
     compare(convert("half"), num_samples=2, out=tmp_path)
     assert LOCK_NAME not in {path.name for path in tmp_path.iterdir()}
-
-
-def test_files_of_no_evaluation_are_not_replaced(convert, tmp_path):
-    (tmp_path / "results.csv").write_text("mine")
-    with pytest.raises(LeanKError, match=r"results.csv` was not written by `evaluate`"):
-        compare(convert("half"), out=tmp_path)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("changed", ["checkpoint", "against"])

@@ -12,8 +12,7 @@ import urllib.request
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
 TEXT = " ".join(f"w{number}" for number in range(20))
@@ -24,16 +23,6 @@ def ask(url, body=None):
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
-
-
-def test_the_name_in_architectures_leads_to_the_checkpoints_own_class(converted):
-    """What `transformers serve` does to load a model, without the server."""
-    folder = converted(widths=[[8, 0], [16, 3]]).folder
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    architecture = getattr(transformers, config.architectures[0])
-    assert architecture is AutoModelForCausalLM
-    model = architecture.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__name__ == "LeanKLlamaForCausalLM"
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"transformers serve needs {', '.join(MISSING)}")

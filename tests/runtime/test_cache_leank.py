@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.memory_leank import CacheMemory
 from runtime.tools import concatenate
-from tests.twin_caches import ids
+from tests.runtime.tiny_inputs import ids
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
@@ -43,17 +41,6 @@ def test_bytes_are_counted_by_region(model_pair, some_masks):
     assert cache.memory().window_keys.used == 2 * 13 * (16 + 12 + 8) * 4
     cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
     assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
-
-
-def test_the_report_is_what_the_tensors_hold(model_pair, some_masks):
-    pair = model_pair(some_masks([[1, 5, 15], [2, 7, 9]]))
-    cache = feed(pair.leank, ids(2, 300))[CACHE]
-    held = 0
-    for layer in cache.layers:
-        store = layer.store
-        for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
-            held += tensor.untyped_storage().nbytes()
-    assert cache.memory().total.allocated == held
 
 
 def test_pending_input_is_counted_as_dense(model_pair, some_masks):
@@ -97,47 +84,6 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
                 assert used < allocated <= 9 / 8 * used + 8 * page_bytes
 
 
-def test_unreached_memory_is_zero(model_pair, some_masks):
-    pair = model_pair(some_masks(MASK_WIDTHS))
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, :60] = 0
-    cache = feed(pair.leank, ids(2, 70), attention_mask=mask)[CACHE]
-    for layer in cache.layers:
-        store = layer.store
-        pages = store.tables.on(torch.device("cpu"))[0]
-        assert store.tables.runs == (2, 1)
-        for pool in (store.kept_keys, store.values):
-            assert pool[pages[0, 0]].any(dim=-1).all() and pool[pages[0, 1]][:, :6].any(dim=-1).all()
-            assert not pool[pages[0, 1]][:, 6:].any() and not pool[pages[1, 0]][:, 10:].any()
-        assert store.window_keys.isfinite().all() and store.window_values.isfinite().all()
-
-
-@pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_crop_takes_tokens_back(prune, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8, prune=prune).leank
-    cache = feed(model, ids(2, 20))[CACHE]
-    expected = copy.deepcopy(cache)
-    feed(model, ids(2, 4, 1), cache)
-    cache.crop(torch.tensor(-4))
-    cache.crop(0)
-    assert cache.get_seq_length() == 20
-    for count in (1, 3, 1):
-        ours = feed(model, ids(2, count, 2), cache).logits
-        assert_close(model, ours, feed(model, ids(2, count, 2), expected).logits)
-
-
-def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
-    mask = torch.ones(2, 24, dtype=torch.long)
-    mask[1, :5] = 0
-    mask[1, 21:23] = 0
-    cache = feed(model, ids(2, 20), attention_mask=mask[:, :20])[CACHE]
-    feed(model, ids(2, 4), cache, attention_mask=mask)
-    assert cache.rows.lengths.tolist() == [24, 17]
-    cache.crop(-3)
-    assert cache.rows.lengths.tolist() == [21, 16]
-
-
 @pytest.mark.parametrize("mask", ["none", "ones", "padded"])
 def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(mask, model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
@@ -178,26 +124,6 @@ def test_crop_of_everything_leaves_an_empty_cache(model_pair, some_masks):
     assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
 
 
-@pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
-    mask = torch.ones(3, 20, dtype=torch.long)
-    mask[1, :6] = 0
-    mask[2, :15] = 0
-    for change, rows in (
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-    ):
-        cache = feed(model, ids(3, 20), attention_mask=mask)[CACHE]
-        expected = feed(model, ids(3, 20)[rows], attention_mask=mask[rows])[CACHE]
-        change(cache)
-        new, full = ids(3, 1, 1)[rows], torch.cat([mask[rows], torch.ones(len(rows), 1, dtype=torch.long)], 1)
-        ours = feed(model, new, cache, attention_mask=full).logits
-        assert_close(model, ours, feed(model, new, expected, attention_mask=full).logits)
-
-
 @pytest.mark.parametrize(
     ("prune", "decoded", "count"), [("eager", 0, 1), ("deferred", 0, 3), ("eager", 1, 3), ("deferred", 1, 1)]
 )
@@ -220,16 +146,6 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
         model(ids(1, 1), cache=cache)
 
 
-def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(MASK_WIDTHS)).leank
-    expected = feed(model, ids(1, 20))[CACHE]
-    with torch.inference_mode():
-        cache = model(ids(1, 20))[CACHE]
-    cache.reserve(200)
-    ours, theirs = (feed(model, ids(1, 1), each).logits for each in (cache, expected))
-    assert_close(model, ours, theirs)
-
-
 def test_a_reset_cache_starts_again(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = model.build_cache()
@@ -237,17 +153,6 @@ def test_a_reset_cache_starts_again(model_pair, some_masks):
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.memory().total.allocated == 0
     assert torch.equal(model.generate(ids(2, 20), cache=cache, **GREEDY), first)
-
-
-def test_the_mode_cannot_change_under_tokens(model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS)).leank
-    cache = feed(model, ids(1, 20))[CACHE]
-    cache.prune = "eager"
-    with pytest.raises(ValueError, match="holds tokens already, it cannot change to `deferred`"):
-        model.generate(ids(1, 25), cache=cache, prune="deferred", **GREEDY)
-    cache.reset()
-    cache.prune = "deferred"
-    assert feed(model, ids(1, 20), cache)[CACHE].rows.is_pending
 
 
 class TestOwnChannelMasks:
@@ -263,27 +168,6 @@ class TestOwnChannelMasks:
             layer.set_channel_mask(mask)
         ours = model.generate(ids(2, 30), cache=cache, **GREEDY)
         assert torch.equal(ours, expected)
-
-    def test_every_row_may_have_its_own(self, model_pair, some_masks, assert_close):
-        model = model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank
-        own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
-        together, alone = model.build_cache(), [model.build_cache(), model.build_cache()]
-        for index, layer in enumerate(together.layers):
-            layer.set_channel_mask(torch.stack([mask[index] for mask in own]))
-        for cache, mask in zip(alone, own, strict=True):
-            for index, layer in enumerate(cache.layers):
-                layer.set_channel_mask(mask[index])
-        tokens = torch.cat([ids(2, 30), ids(2, 20, 1)], 1)
-        both = []
-        for cache, rows in ((together, [0, 1]), (alone[0], [0]), (alone[1], [1])):
-            feed(model, tokens[rows, :30], cache)
-            both.append(
-                torch.cat([feed(model, tokens[rows, i : i + 1], cache).logits for i in range(30, 50)], 1)
-            )
-        assert_close(model, both[0], torch.cat(both[1:]))
-        together.reorder_cache(torch.tensor([1, 0]))
-        swapped = feed(model, ids(2, 1), together).logits[0]
-        assert_close(model, swapped, feed(model, ids(2, 1)[:1], alone[1]).logits[0])
 
     @pytest.mark.parametrize(
         ("mask", "message"),

@@ -1,6 +1,8 @@
-"""What caches in FP8 and int4 make of numbers: how they round, what by, and the bits that it takes."""
+"""Caches in FP8 and int4: how they round, what by, the bits that it takes, and who chooses them."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import torch
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
 from runtime.codec_leank import Int4
-from runtime.constants_leank import Constants, choose_constants
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
-from tests.twin_caches import NUMBERS, ids, in_eight_bits
+from runtime.tools import concatenate, decode_layer, fill_layer
+from tests.runtime.conversation import NUMBERS, in_eight_bits
+from tests.runtime.tiny_inputs import ids
 
 
 def test_fp8_is_clamped_and_rounded_to_the_nearest_even():
@@ -91,29 +94,6 @@ def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, mod
     assert 0 < losses[1] <= 2 * losses[0]
 
 
-def test_a_rows_own_constants_are_those_of_its_real_tokens():
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(3, 2, 50, 8, generator=generator) * 3 + 40 for _ in range(2))
-    real = torch.ones(3, 50, dtype=torch.bool)
-    real[1, :30], real[2] = False, False
-    hidden = ~real[:, None, :, None]
-    given = keys.masked_fill(hidden, torch.nan), values.masked_fill(hidden, torch.nan)
-    for kv_dtype in ("int4", "fp8"):
-        found = choose_constants(*given, real, kv_dtype, Constants())
-        torch.testing.assert_close(found.key_mean[0], keys[0].mean(1))
-        torch.testing.assert_close(found.key_mean[1], keys[1, :, 30:].mean(1))
-        # A row of padding alone has what the others have together.
-        torch.testing.assert_close(found.key_mean[2], torch.cat([keys[0], keys[1, :, 30:]], 1).mean(1))
-    assert torch.equal(found.key_scale[2], torch.maximum(found.key_scale[0], found.key_scale[1]))
-    keys[0, 1, 3, 2] = torch.inf
-    broken = choose_constants(keys, values, None, "int4", Constants()).key_mean
-    assert broken[0, 1, 2] == 0 and broken.isfinite().all()
-    # The model's stands where it has one, and nothing is looked for where nothing is rounded.
-    assert choose_constants(keys, values, None, "auto", Constants()) == Constants()
-    own = torch.ones(1, 2, 8)
-    assert choose_constants(keys, values, None, "int4", Constants(own)).key_mean is own
-
-
 @pytest.mark.parametrize(("kv_dtype", "bits"), [("auto", 16), ("fp8", 8), ("int4", 5)])
 def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair, some_masks):
     model = model_pair(some_masks([[32, 64], [0, 128]], head_dim=128)).leank.to(torch.bfloat16)
@@ -129,3 +109,82 @@ def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair, 
         grown = [getattr(memory.total, kind) for memory in memories]
         assert grown[1] - grown[0] == 640 * numbers * bits // 8
     assert memories[1].dense_keys == 1280 * 2 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4"])
+def test_what_is_not_finite_stays_in_its_row(codec, coded_pair):
+    model = coded_pair(codec).leank
+    head_dim = model.build_cache().layers[0].model_mask.shape[-1]
+    states = [torch.randn(2, 3, 90, head_dim, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    outputs = []
+    for is_broken in (False, True):
+        keys, values = states[0].clone(), states[1].clone()
+        if is_broken:
+            keys[1, :, 5], values[1, :, 6] = torch.nan, torch.inf
+        cache = model.build_cache(kv_dtype=codec)
+        fill_layer(cache, 0, keys, values)
+        new = [x[:, :, :1] for x in states]
+        outputs.append(decode_layer(cache, 0, new[2].repeat_interleave(2, 1), *new[:2]))
+    assert torch.equal(outputs[0][0], outputs[1][0]) and outputs[1][1].isnan().any()
+
+
+def test_int4_in_chunks_of_16_takes_what_evaluate_counts(coded_pair):
+    model = coded_pair("int4").leank.to(torch.bfloat16)
+    cache = model.build_cache(kv_dtype="int4")
+    with torch.no_grad():
+        model(ids(1, 200), cache=cache)
+    memory, groups = cache.memory(), 4 + (1 + 2 + 2) + 5 * 3
+    pruned_region = memory.kept_keys.used + memory.kept_values.used
+    assert pruned_region == 200 * ((7 + 80 + 16 + 48 + 33 + 5 * 80) / 2 + groups * 4)
+
+
+@pytest.mark.parametrize("codec", ["fp8", "fp8 static", "int4"])
+def test_the_config_the_generation_config_and_arguments_choose(codec, coded_pair):
+    model = coded_pair(codec).leank
+    if codec == "int4":
+        model.config.leank = {**model.config.leank, "kv_dtype": "int4"}
+    assert model.build_cache().kv_dtype == ("auto" if codec == "fp8" else codec.split()[0])
+    other = "fp8" if codec == "fp8" else "auto"
+    model.generation_config.kv_dtype = other
+    cache = model.build_cache()
+    model.generate(ids(1, 9), cache=cache, max_new_tokens=2, pad_token_id=0)
+    assert cache.kv_dtype == other
+    with pytest.raises(ValueError, match=rf"^the cache stores `{other}` and holds tokens already, it cannot"):
+        model.generate(ids(1, 20), cache=cache, kv_dtype="auto" if other == "fp8" else "fp8")
+
+
+def test_what_is_no_dtype_or_does_not_go_together_is_refused(coded_pair):
+    model = coded_pair("fp8").leank
+    block = {**model.config.leank, "kv_dtype": "int3"}
+    for refused in (
+        lambda: model.build_cache(kv_dtype="int3"),
+        lambda: model.generate(ids(1, 3), kv_dtype="int3"),
+        lambda: type(model.config)(**{**model.config.to_dict(), "leank": block}),
+    ):
+        with pytest.raises(ValueError, match=r"kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`$"):
+            refused()
+    caches = [model.build_cache(kv_dtype=kv_dtype) for kv_dtype in ("fp8", "auto")]
+    for cache in caches:
+        with torch.no_grad():
+            model(ids(1, 9), cache=cache)
+    with pytest.raises(ValueError, match=r"^cache 1 has kv_dtype auto, cache 0 has fp8$"):
+        concatenate(caches)
+
+
+def test_constants_of_a_checkpoint_that_cannot_be_used_are_refused(coded_pair):
+    model = coded_pair("fp8 static").leank
+    attention = model.model.layers[1].self_attn
+    for value in (0.0, -1.0, 3.0, 2.0**-15, 2.0**16, math.inf, math.nan):
+        attention.value_scale[2, 5] = value
+        with pytest.raises(ValueError, match=rf"^layer 1: `value_scale` holds {value}, which is no power of"):
+            model.build_cache()
+    attention.to("meta")  # as accelerate leaves them with `offload_buffers`
+    with pytest.raises(ValueError, match=r"^layer 1: `key_scale` is offloaded and cannot be read; load"):
+        model.build_cache()
+    model = coded_pair("auto centred").leank
+    model.key_means = None
+    with pytest.raises(ValueError, match=r"^this model was made from its config alone, and the mean of"):
+        model.build_cache()
+    model.config.leank = {**model.config.leank, "key_mean": 3}
+    with pytest.raises(ValueError, match=r"^config.json: `leank.key_mean` is 3, not true$"):
+        model.build_cache()

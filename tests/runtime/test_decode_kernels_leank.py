@@ -11,32 +11,7 @@ import torch
 
 from runtime import decode_kernels_leank
 from runtime.decode_kernels_leank import DecodeKernels
-from runtime.kernel_key_leank import KernelKey, plan_tiles, queries_at_once
-
-
-@pytest.mark.parametrize("sink", [0, 64, 100])
-def test_the_plan_counts_every_row_by_itself(sink):
-    # Tokens, pruned ones of the first and of the last column.
-    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (300, 127, 128), (500, 300, 400)]
-    seen = torch.tensor([[row[0] - 1, row[0]] for row in rows], dtype=torch.int32)
-    pruned = torch.tensor([row[1:] for row in rows], dtype=torch.int32)
-    plan = plan_tiles(seen, pruned, sink)
-    assert plan.dtype == torch.int32 and plan[0].tolist() == [0, 0]
-    for row, (length, least_pruned, _) in enumerate(rows):
-        tiles = [range(start, start + 64) for start in range(0, length, 64)]
-        hidden = [sink <= tile[0] and tile[-1] < sink + least_pruned for tile in tiles]
-        assert (plan[row + 1] - plan[row]).tolist() == [sum(hidden), len(hidden) - sum(hidden)]
-
-
-def test_kernels_take_as_many_queries_as_new_tokens_have(monkeypatch):
-    for columns, groups, head_dim, room, queries in (
-        (1, 4, 128, 232448, 8), (1, 16, 128, 101376, 16), (2, 4, 128, 232448, 8), (3, 4, 128, 232448, 16),
-        (8, 4, 128, 232448, 32), (9, 4, 128, 101376, 32), (16, 4, 128, 232448, 64), (32, 7, 128, 232448, 64),
-        (32, 1, 256, 232448, 32),
-    ):  # fmt: skip
-        properties = SimpleNamespace(shared_memory_per_block_optin=room)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, own=properties: own)
-        assert queries_at_once(columns, groups, head_dim, torch.device("cuda", 0)) == queries
+from runtime.kernel_key_leank import KernelKey
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
-import threading
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
-from tests.runtime.tiny_inputs import WIDTHS
+from tests.runtime.tiny_inputs import WIDTHS, feed_turns, ids
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
@@ -46,29 +44,15 @@ def build(model_pair, some_masks):
     return build
 
 
-def ids(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
-def decode(model, cache, prompt=15, steps=12, rows=2, mask=None, embeds=False, keep=0, columns=1):
-    """Logits of all decode steps of so many columns."""
-    tokens, logits = ids(rows, prompt + steps), []
-    with torch.no_grad():
-        for stop in range(prompt, prompt + steps + 1, columns):
-            start = stop - columns if logits else 0
-            new = tokens[:, start:stop]
-            inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
-            if mask is not None:
-                inputs["attention_mask"] = mask[:, :stop]
-                inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            logits.append(model(**inputs, cache=cache, logits_to_keep=keep).logits[:, -columns:])
-    return torch.cat(logits[1:], 1)  # what a prompt gives is not fused
-
-
 def padded(length: int) -> torch.Tensor:
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, :7] = mask[1, 20] = 0
     return mask
+
+
+def decode(model, cache, columns=1, rows=2, **how):
+    """Logits of a prompt and of twelve columns, so many at a time."""
+    return feed_turns(model, cache, [15, *[columns] * (12 // columns)], tokens=ids(rows, 27, 3), **how)
 
 
 def compare(model, assert_close, **how):
@@ -76,7 +60,7 @@ def compare(model, assert_close, **how):
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     ours, stock = decode(model, cache, **how), decode(model, plain, **how)
     assert cache.graph.num_replays > 0 and plain.graph.num_replays == 0
-    real = slice(None) if how.get("mask") is None else how["mask"][:, 15:].bool()
+    real = slice(None) if how.get("mask") is None else how["mask"].bool()
     assert_close(model, ours[real], stock[real])
     for name in ("num_columns", "max_length"):
         assert getattr(cache.rows, name) == getattr(plain.rows, name)
@@ -94,9 +78,9 @@ def compare(model, assert_close, **how):
         *((family, {}, {}) for family in FAMILIES),
         *((family, {}, {"columns": 3, "mask": padded(27)}) for family in FAMILIES),
         ("Llama", {}, {"rows": 3}),
-        ("Llama", {}, {"keep": 1}),
+        ("Llama", {}, {"logits_to_keep": 1}),
         ("Qwen3", {}, {"columns": 2}),  # all of a captured step's
-        ("Phi3", {}, {"columns": 3, "embeds": True, "keep": 2}),
+        ("Phi3", {}, {"columns": 3, "embeds": True, "logits_to_keep": 2}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
         ("Llama", {"tie_word_embeddings": True}, {}),
         ("Llama", {"rms_norm_eps": 0.1}, {}),
@@ -114,21 +98,6 @@ def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
     model = build("Phi3", rope_parameters=rope)
     decode(model, model.build_cache())
     assert not fused_steps
-
-
-def test_rows_that_keep_channels_of_their_own(fused_steps, build, some_masks, assert_close):
-    model = build()
-    results = []
-    for use_graphs in (True, False):
-        cache = model.build_cache(prune="deferred", use_graphs=use_graphs)
-        with torch.no_grad():
-            model(ids(2, 15), cache=cache)
-            for index, layer in enumerate(cache.layers):
-                masks = [some_masks(WIDTHS, seed=seed)[index] for seed in (1, 2)]
-                layer.set_channel_mask(torch.stack(masks))
-            results.append([model(ids(2, 1), cache=cache).logits for _ in range(6)])
-    assert_close(model, *(torch.cat(logits, 1) for logits in results))
-    assert len(fused_steps) == 2
 
 
 def test_a_model_without_a_head(fused_steps, build):
@@ -235,32 +204,6 @@ def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path, a
         tensor.mul_(1.5)  # still the model's own memory
         assert torch.equal(model.get_parameter(name), tensor)
     assert all(value is model.get_parameter(name) for name, value in model.state_dict(keep_vars=True).items())
-
-
-def test_threads_that_decode_at_once_lay_weights_side_by_side_once(fused_steps, build, monkeypatch):
-    model, cat, laid, errors = build(), torch.cat, [], []
-    both = threading.Barrier(2)
-
-    def slow_cat(tensors, *args, **kwargs):
-        if tensors[0].shape == (96, 48):
-            laid.append(tensors)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.3)
-        return cat(tensors, *args, **kwargs)
-
-    def work():
-        try:
-            decode(model, model.build_cache(), steps=3)
-        except Exception as error:
-            errors.append(error)
-
-    monkeypatch.setattr(torch, "cat", slow_cat)
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and len(laid) == len(WIDTHS)
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])

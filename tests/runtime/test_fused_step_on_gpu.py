@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from runtime.find_kernels_leank import find_kernels
 from runtime.self_check_leank import in_parts
 from tests.runtime.decode_cases import make_case
+from tests.runtime.tiny_inputs import feed_turns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,16 +142,8 @@ def padded(length):
 
 def decode(model, cache, steps, mask=None, prompt=50, rows=3):
     """Logits of all decode steps `[B, steps, vocabulary]`."""
-    tokens, logits = ids(rows, prompt + steps), []
-    with torch.no_grad():
-        for stop in range(prompt, prompt + steps + 1):
-            start = stop - 1 if logits else 0
-            inputs = {"position_ids": torch.arange(start, stop, device="cuda")[None]}
-            if mask is not None:
-                positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-                inputs = {"attention_mask": mask[:, :stop], "position_ids": positions}
-            logits.append(model(tokens[:, start:stop], cache=cache, **inputs).logits[:, -1:])
-    return torch.cat(logits[1:], 1)
+    turns = [prompt, *[1] * steps]
+    return feed_turns(model, cache, turns, mask, tokens=ids(rows, prompt + steps))[:, prompt:]
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])

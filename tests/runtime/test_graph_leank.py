@@ -11,33 +11,15 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime import layer_leank, pages_leank
+from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
-from tests.runtime.tiny_inputs import GREEDY, WIDTHS
-from tests.twin_caches import ids
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, feed_turns, ids
 
 
 def padded(length: int) -> torch.Tensor:
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, :7] = 0
     return mask
-
-
-def run(model, cache, turns, mask=None, embeds=False, positions=True) -> torch.Tensor:
-    """Feed two rows turn by turn; logits of all columns."""
-    tokens, logits, start = ids(2, sum(turns), 3), [], 0
-    with torch.no_grad():
-        for count in turns:
-            new, stop = tokens[:, start : start + count], start + count
-            inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
-            if mask is not None:
-                inputs["attention_mask"] = mask[:, :stop]
-                inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            elif positions:
-                inputs["position_ids"] = torch.arange(start, stop)[None]
-            logits.append(model(**inputs, cache=cache).logits)
-            start = stop
-    return torch.cat(logits, 1)
 
 
 def step(model, cache, seed=0) -> torch.Tensor:
@@ -54,7 +36,10 @@ def assert_same(assert_close):
 
     def check(model, turns, expect_replays, mask=None, **kwargs) -> Any:
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        ours, eager = run(model, cache, turns, mask, **kwargs), run(model, plain, turns, mask, **kwargs)
+        ours, eager = (
+            feed_turns(model, cache, turns, mask, **kwargs),
+            feed_turns(model, plain, turns, mask, **kwargs),
+        )
         real = slice(None) if mask is None else mask.bool()
         assert_close(model, ours[real], eager[real])
         assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
@@ -67,42 +52,6 @@ def assert_same(assert_close):
     return check
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"embeds": True}, {"positions": False}, {"mask": padded(45)}], ids=str
-)
-def test_replayed_steps_give_what_steps_give(kwargs, graphs, model, assert_same):
-    kwargs = dict(kwargs)
-    cache = assert_same(model, [15] + [1] * 30, 29, **kwargs)
-    assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
-
-
-@pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (2, 3, 9), (5, 30, 1)], ids=str)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_drafts_that_are_stored_first_follow_the_rule(
-    side, sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close, monkeypatch
-):
-    """By kernels several columns are stored before they attend; padding and single tokens among them."""
-    monkeypatch.setattr(pages_leank, "PAGE", 4)
-    sink, recent, flush = sizes
-    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
-    counts = [
-        [20, 14, 3],
-        [5, 1, 0],
-        [32, 3, 9],
-        [1, 1, 1],
-        [7, 7, 7],
-        [2, 0, 32],
-        [1, 1, 0],
-        [40, 3, 2],
-        [6, 6, 1],
-    ]
-    rows = [ids(1, sum(row), seed)[0] for seed, row in enumerate(zip(*counts, strict=True))]
-    ours, cache = fed_logits(pair.leank, rows, counts, side)
-    assert cache.graph.num_replays == 4  # the second of each kind, and what follows
-    for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
-        assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
-
-
 DRAFTS = [15, 1, 4, 1, 3, 4, 2, 7, 1, 2, 8, 5, 1, 4]
 
 
@@ -113,50 +62,6 @@ def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model, assert_sam
     """One graph for one column, one for two, one for three and four, one for five to eight."""
     cache = assert_same(model, DRAFTS, 9, **kwargs)
     assert cache.graph.num_captures == 4 and cache.graph.why_eager is None
-
-
-def test_a_draft_that_fills_what_is_reserved_needs_no_more(graphs, model, assert_close):
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    cache.reserve(64)
-    turns = [50, 3, 3, 3, 2, 1, 2]
-    assert_close(model, run(model, cache, turns), run(model, plain, turns))
-    assert cache.graph.num_replays == 3 and cache.rows.tables.runs == (1, 1)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"mask": padded(200)}], ids=["one length", "padded"])
-def test_drafts_are_replayed_between_crops(kwargs, graphs, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=5).leank
-    caches = model.build_cache(), model.build_cache(use_graphs=False)
-    mask, tokens = kwargs.get("mask"), ids(2, 200, 4)
-    rest = {} if mask is None else {"attention_mask": mask[:, :20]}
-    with torch.no_grad():
-        for cache in caches:
-            model(tokens[:, :20], cache=cache, **rest)
-    for count, dropped in [
-        (4, 3),
-        (4, 0),
-        (3, 2),
-        (1, 0),
-        (4, 1),
-        (6, 5),
-        (8, 2),
-        (1, 1),
-        (7, 6),
-        (4, 0),
-    ] * 2:
-        logits = []
-        for cache in caches:
-            start, stop = cache.get_seq_length(), cache.get_seq_length() + count
-            inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
-            with torch.no_grad():
-                new = tokens[:, start:stop]
-                logits.append(model(new, cache=cache, logits_to_keep=count - dropped, **inputs).logits)
-            cache.crop(-dropped)
-        assert logits[0].shape[1] == count - (dropped if dropped < count else 0)
-        assert_close(model, *logits)
-    ours, theirs = (cache.rows for cache in caches)
-    assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.bounds == theirs.bounds
-    assert caches[0].graph.num_replays > 12
 
 
 @pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
@@ -182,7 +87,7 @@ def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close, asse
     assert cache.graph.num_captures == 2
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     cache.reserve(80)
-    assert_close(model, run(model, cache, [60] + [1] * 20), run(model, plain, [60] + [1] * 20))
+    assert_close(model, feed_turns(model, cache, [60] + [1] * 20), feed_turns(model, plain, [60] + [1] * 20))
     # Its kind of step was captured before, for the other cache: no warm-up.
     assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 20)
 
@@ -191,7 +96,7 @@ def test_a_replay_by_itself_appends_what_the_host_does_not_count(graphs, model):
     cache = model.build_cache()
     assert cache.graph.captured_step is None
     cache.reserve(40)
-    run(model, cache, [20, 1, 1])
+    feed_turns(model, cache, [20, 1, 1])
     assert cache.rows.lengths.tolist() == [22, 22]
     with torch.no_grad():
         cache.graph.captured_step.replay()
@@ -232,83 +137,73 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
     assert replays == [21 if "prune" in options else 22, 0]
 
 
-class TestInvalidation:
-    """After each change the step is right, and captured anew; a new kind of step runs as it is once."""
+@pytest.fixture
+def changed(graphs, model, assert_close):
+    """Change something between steps: they stay right; returns the cache that had graphs."""
 
-    @pytest.fixture
-    def changed(self, model, assert_close):
-        def check(change, replays_after) -> Any:
-            cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-            assert_close(model, *(run(model, each, [15, 1, 1, 1]) for each in (cache, plain)))
-            assert cache.graph.num_replays == 2
-            for each in (cache, plain):
-                change(each)
-            for seed in range(3):
-                assert_close(model, step(model, cache, seed), step(model, plain, seed))
-            assert cache.graph.num_replays == 2 + replays_after
-            return cache
-
-        return check
-
-    def test_more_rows(self, graphs, model, changed):
-        changed(lambda cache: cache.batch_repeat_interleave(2), 2)
-
-    def test_reordered_rows_stay_where_they_are(self, graphs, model, changed):
-        cache = changed(lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 3)
-        assert cache.graph.num_captures == 1
-
-    def test_copied_memory(self, graphs, model, changed):
-        changed(lambda cache: cache.layers[1].store.copy_memory(), 3)
-
-    def test_other_weights(self, graphs, model, changed):
-        weights = [copy.deepcopy(model.model.layers[1].mlp.up_proj), torch.nn.Linear(48, 40, bias=False)]
-
-        def replace(cache):
-            model.model.layers[1].mlp.up_proj = weights[1]
-
-        changed(replace, 3)
-
-    def test_weights_that_moved(self, graphs, model, changed):
-        weight = model.model.layers[0].self_attn.q_proj.weight
-
-        def move(cache):
-            weight.data = weight.data * 2 if cache.use_graphs else weight.data
-
-        changed(move, 3)
-
-    @pytest.mark.parametrize("what", ["hook", "forward"])
-    def test_hooks_and_what_is_taken_away_again(self, what, graphs, model, changed, assert_close):
-        norm, handles = model.model.norm, []
-
-        def put(cache):
-            if what == "hook":
-                handles.append(norm.register_forward_hook(lambda *_: None))
-            else:
-                norm.forward = norm.forward
-
-        cache = changed(put, 0)
-        told = {"hook": "a module has forward hooks", "forward": "has a forward of its own"}
-        assert told[what] in cache.graph.why_eager
-        for handle in handles:
-            handle.remove()
-        vars(norm).pop("forward", None)
-        for seed in range(3):
-            step(model, cache, seed)
-        assert cache.graph.why_eager is None and cache.graph.num_replays == 2 + 3
-
-    def test_another_model_of_the_same_masks(self, graphs, model, model_pair, some_masks, assert_close):
-        other = model_pair(some_masks(WIDTHS), seed=5).leank
+    def check(change, replays_after, other=model) -> Any:
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        assert_close(model, *(feed_turns(model, each, [15, 1, 1, 1]) for each in (cache, plain)))
+        assert cache.graph.num_replays == 2
         for each in (cache, plain):
-            run(model, each, [15, 1, 1, 1])
-        assert_close(model, step(other, cache), step(other, plain))
+            change(each)
+        for seed in range(3):
+            assert_close(other, step(other, cache, seed), step(other, plain, seed))
+        assert cache.graph.num_replays == 2 + replays_after
+        return cache
 
-    def test_a_reset_cache_begins_again(self, graphs, model, assert_close):
-        cache, turns = model.build_cache(), [15, 1, 1, 1]
-        first = run(model, cache, turns)
-        cache.reset()
-        assert_close(model, run(model, cache, turns), first)
-        assert cache.graph.num_captures == 2
+    return check
+
+
+@pytest.mark.parametrize(
+    "what", ["more rows", "rows in another order", "copied memory", "weights", "their memory"]
+)
+def test_after_a_change_steps_are_captured_anew(what, model, changed):
+    """A new kind of step runs as it is once; rows in another order stay where they are."""
+    layer, other = model.model.layers[1], torch.nn.Linear(48, 40, bias=False)
+    weight = layer.self_attn.q_proj.weight
+    change = {
+        "more rows": lambda cache: cache.batch_repeat_interleave(2),
+        "rows in another order": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        "copied memory": lambda cache: cache.layers[1].store.copy_memory(),
+        "weights": lambda cache: setattr(layer.mlp, "up_proj", other),
+        "their memory": lambda cache: setattr(weight, "data", weight * 2) if cache.use_graphs else None,
+    }[what]
+    cache = changed(change, 2 if what == "more rows" else 3)
+    assert cache.graph.num_captures == (1 if what == "rows in another order" else 2)
+
+
+def test_another_model_of_the_same_masks_is_captured_by_itself(model_pair, some_masks, changed):
+    changed(lambda cache: None, 2, model_pair(some_masks(WIDTHS), seed=5).leank)
+
+
+@pytest.mark.parametrize("what", ["hook", "forward"])
+def test_hooks_and_what_is_taken_away_again(what, model, changed):
+    norm, handles = model.model.norm, []
+
+    def put(cache):
+        if what == "hook":
+            handles.append(norm.register_forward_hook(lambda *_: None))
+        else:
+            norm.forward = norm.forward
+
+    cache = changed(put, 0)
+    told = {"hook": "a module has forward hooks", "forward": "has a forward of its own"}
+    assert told[what] in cache.graph.why_eager
+    for handle in handles:
+        handle.remove()
+    vars(norm).pop("forward", None)
+    for seed in range(3):
+        step(model, cache, seed)
+    assert cache.graph.why_eager is None and cache.graph.num_replays == 2 + 3
+
+
+def test_a_reset_cache_begins_again(graphs, model, assert_close):
+    cache, turns = model.build_cache(), [15, 1, 1, 1]
+    first = feed_turns(model, cache, turns)
+    cache.reset()
+    assert_close(model, feed_turns(model, cache, turns), first)
+    assert cache.graph.num_captures == 2
 
 
 class TestFailure:
@@ -321,7 +216,7 @@ class TestFailure:
     def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model, assert_close):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
-            run(model, each, [15, 1, 1, 3], positions=False)
+            feed_turns(model, each, [15, 1, 1, 3], positions=False)
         graphs.append(RuntimeError("operation not permitted"))
         for count in (3, 1, 4, 1, 2, 2):
             tokens = ids(2, count, count)
@@ -352,7 +247,7 @@ class TestFailure:
     def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model, assert_close):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
-            run(model, each, [15, 1])
+            feed_turns(model, each, [15, 1])
         graphs.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             step(model, cache)
@@ -361,14 +256,14 @@ class TestFailure:
 
     def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model):
         cache = model.build_cache()
-        run(model, cache, [15, 1])
+        feed_turns(model, cache, [15, 1])
         with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
             model(torch.full((2, 1), 999), cache=cache)
 
 
 def test_graphs_can_be_switched_off_and_on(graphs, model):
     cache = model.build_cache()
-    run(model, cache, [15, 1, 1, 1])
+    feed_turns(model, cache, [15, 1, 1, 1])
     cache.use_graphs = False
     step(model, cache)
     assert (cache.graph.num_replays, cache.graph.why_eager) == (2, "`use_graphs` is off")
@@ -386,7 +281,7 @@ def test_plain_torch_is_not_captured(graphs, model_pair, some_masks, monkeypatch
 def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model):
     """Not when the garbage collector comes: it holds gigabytes."""
     cache = model.build_cache()
-    run(model, cache, [15, 1, 1, 1])
+    feed_turns(model, cache, [15, 1, 1, 1])
     assert cache.graph.num_replays == 2
     gone = weakref.ref(cache)
     gc.disable()

@@ -14,6 +14,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
+from tests.runtime.tiny_inputs import feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
 
 pytestmark = [
@@ -48,18 +49,7 @@ def model(model_pair, some_masks):
 
 def decode(model, cache, turns, mask=None) -> torch.Tensor:
     """Feed three rows turn by turn; logits of all columns."""
-    tokens, logits, start = ids(3, sum(turns), 3), [], 0
-    with torch.no_grad():
-        for count in turns:
-            stop = start + count
-            position = torch.arange(start, stop, device="cuda")[None]
-            inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
-            if mask is not None:
-                position = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            output = model(tokens[:, start:stop], position_ids=position, cache=cache, **inputs)
-            logits.append(output.logits)
-            start = stop
-    return torch.cat(logits, 1).float()
+    return feed_turns(model, cache, turns, mask, tokens=ids(3, sum(turns), 3)).float()
 
 
 @contextlib.contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 
-from runtime.attention_leank import leank_attention, leank_mask
+from runtime.attention_leank import leank_attention
 
 
 class Attention(nn.Module):
@@ -56,30 +55,3 @@ def test_what_padding_holds_does_not_matter(model_pair, some_masks):
             assert tensor.isfinite().all()
         results.append(torch.cat(outputs))
     assert torch.equal(*results)
-
-
-def test_tensors_mean_plain_attention():
-    query, key, value = states(5, seed=0)
-    ours, _ = leank_attention(Attention(), query, key, value, None, scaling=0.3)
-    expected = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
-    )
-    assert torch.equal(ours, expected.transpose(1, 2))
-
-
-def test_more_keys_than_queries_come_from_a_foreign_cache():
-    query, key, value = states(5, seed=0)
-    with pytest.raises(ValueError, match=r"5 keys for 1 queries: .* not LeanK's"):
-        leank_attention(Attention(), query[:, :, -1:], key, value, None, scaling=0.3)
-
-
-def test_decoding_gets_the_padding_mask_as_it_is():
-    mask = torch.ones(2, 30, dtype=torch.bool)
-    assert leank_mask(kv_length=0, attention_mask=mask, batch_size=2, q_length=1, q_offset=29) is mask
-    assert leank_mask(kv_length=0, attention_mask=None, batch_size=2, q_length=1, q_offset=29) is None
-
-
-def test_a_layer_refuses_keys_of_another_shape(model_pair, some_masks):
-    cache = model_pair(some_masks([[0, 4, 16]])).leank.build_cache()
-    with pytest.raises(ValueError, match=r"keys have 2 heads of 16, .* the channel mask has 3 heads of 16"):
-        cache.layers[0].update(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 5, 16))

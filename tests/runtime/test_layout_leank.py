@@ -6,28 +6,16 @@ import pytest
 import torch
 
 from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from tests.tiny_families import random_mask
 
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
-
-
-def random_mask(widths: tuple[int, ...], head_dim: int = 128, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(len(widths), head_dim, dtype=torch.bool)
-    for head, width in enumerate(widths):
-        mask[head, torch.randperm(head_dim, generator=generator)[:width]] = True
-    return mask
-
-
-def test_channels_are_ordered_kept_first_each_part_ascending():
-    mask = torch.tensor([[False, True, False, True], [True, True, True, True], [False, False, False, False]])
-    assert order_channels(mask).tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("chunk_size", [16, 32])
 def test_every_channel_has_one_lane(widths, chunk_size):
     layout = ChunkLayout(widths, 128, chunk_size)
-    masks = torch.stack([random_mask(widths, seed=seed) for seed in range(3)])
+    masks = torch.stack([random_mask([widths], 128, seed)[0] for seed in range(3)])
     index = layout.chunk_index(order_channels(masks))
     assert index.shape == (3, layout.num_kept_chunks + layout.num_dropped_chunks, chunk_size)
     for row, mask in zip(index, masks, strict=True):
@@ -35,36 +23,6 @@ def test_every_channel_has_one_lane(widths, chunk_size):
         dropped = row[layout.num_kept_chunks :].flatten()
         assert kept[kept >= 0].tolist() == mask.flatten().nonzero()[:, 0].tolist()
         assert dropped[dropped >= 0].tolist() == (~mask).flatten().nonzero()[:, 0].tolist()
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_the_head_table_names_the_chunks_of_every_head(widths):
-    layout = ChunkLayout(widths, 128, 16)
-    index = layout.chunk_index(order_channels(random_mask(widths))[None])[0]
-    value_row = window_row = cost = 0
-    *rows, totals = layout.head_table
-    for head, (kept, num_kept, row, dropped, num_dropped, other_row, tile, earlier) in enumerate(rows):
-        dropped += layout.num_kept_chunks
-        for first, count, span in (
-            (kept, num_kept, widths[head]),
-            (dropped, num_dropped, 128 - widths[head]),
-        ):
-            channels = index[first : first + count].flatten()
-            assert (channels[channels >= 0] // 128 == head).all()
-            assert count == -(-span // 16)
-        assert (row, other_row) == ((value_row, -1) if widths[head] else (-1, window_row))
-        assert (tile, earlier) == (num_kept + 128 // 16 + 1 if widths[head] else 0, cost)
-        value_row, window_row, cost = (
-            value_row + (widths[head] > 0),
-            window_row + (not widths[head]),
-            cost + tile,
-        )
-    assert totals == (
-        layout.num_kept_chunks, 0, value_row, layout.num_dropped_chunks, 0, window_row, 17, cost
-    )  # fmt: skip
-    assert layout.value_heads + layout.window_heads == tuple(
-        sorted(range(len(widths)), key=lambda h: not widths[h])
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
+from tests.runtime.tiny_inputs import feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -82,20 +83,6 @@ def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_
     assert torch.equal(decoded(model, cache, tokens, positions), expected)
 
 
-def fed(model, cache, turns, mask=None, rows=2):
-    """Feed rows turn by turn; logits of all columns."""
-    tokens, logits, start = ids(sum(turns), 5).expand(rows, -1), [], 0
-    for count in turns:
-        stop = start + count
-        positions = torch.arange(start, stop)[None]
-        if mask is not None:
-            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-        masks = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        logits.append(decoded(model, cache, tokens[:, start:stop], positions, **masks))
-        start = stop
-    return torch.cat(logits, 1)
-
-
 @pytest.mark.parametrize("padding", [None, 12])
 @pytest.mark.parametrize("architecture", [row for row in FAMILIES if row.values[0].other_layers])
 def test_steps_are_captured_once_windows_are_full(
@@ -110,7 +97,7 @@ def test_steps_are_captured_once_windows_are_full(
         turns[0], mask = 14, torch.ones(2, sum(turns) + 10, dtype=torch.long)
         mask[1, :padding] = 0
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = fed(model, cache, turns, mask), fed(model, plain, turns, mask)
+    ours, eager = (feed_turns(model, each, turns, mask) for each in (cache, plain))
     real = slice(None) if mask is None else mask[:, : sum(turns)].bool()
     assert_close(model, ours[real], eager[real])
     assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from leank_convert.families import ARCHITECTURES
+from tests.runtime.tiny_inputs import feed_turns
 from tests.tiny_families import OPTIONS
 
 pytestmark = pytest.mark.gpu
@@ -81,17 +82,14 @@ def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair, 
 
 @pytest.mark.parametrize("family", ["llama", *MIXED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, family, model_pair, fed_logits):
+def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, family, model_pair):
     masks = torch.ones(2, 3, 64, dtype=torch.bool)
     options = {**OPTIONS.get(family, {})}
     if family == "gpt_oss":  # one expert: rounding may choose others
         options |= {"num_local_experts": 1, "num_experts_per_tok": 1}
     pair = model_pair(masks, ARCHITECTURES[family].stem, **options)
-    row = batch()["input_ids"][0].cuda()
-    turns = [[30]] + [[1]] * 20
-    with torch.device("cuda"):
-        (exact,), _ = fed_logits(pair.dense.cuda(), [row], turns)
-        (dense,), _ = fed_logits(copy.deepcopy(pair.dense).to(dtype), [row], turns)
-        (ours,), _ = fed_logits(copy.deepcopy(pair.leank).to("cuda", dtype), [row], turns)
+    turns, tokens = [30, *[1] * 20], batch()["input_ids"][:1]
+    models = pair.dense.cuda(), copy.deepcopy(pair.dense).to(dtype), pair.leank.to("cuda", dtype)
+    exact, dense, ours = (feed_turns(model, None, turns, tokens=tokens) for model in models)
     assert ours.dtype == dtype
     assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()

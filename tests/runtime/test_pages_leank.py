@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime.pages_leank import PageTables, page_sources, spread_pages
-from runtime.tools import concatenate
+from runtime.pages_leank import PageTables, spread_pages
 from tests.runtime.tiny_inputs import WIDTHS, row
 
 
@@ -42,77 +41,6 @@ def test_growth_takes_few_steps():
         if length > run * 64:
             (run,), growths = spread_pages([length], 128, 1088), growths + 1
     assert growths < 100
-
-
-@pytest.mark.parametrize(("sink", "ring"), [(0, 33), (3, 40), (4, 36), (9, 35), (0, 34)], ids=str)
-def test_tokens_that_are_whole_together_lie_apart_in_the_window(sink, ring, small_pages):
-    tables = PageTables([40, 30], sink, ring)
-    window = tables.on(torch.device("cpu"))[1]
-    for length in range(1, 121):
-        whole = {*range(min(sink, length)), *range(max(length - ring, 0), length)}
-        pages = sorted({token // 4 for token in whole})
-        for entries in window.tolist():
-            assert len({entries[page] for page in pages}) == len(pages)
-        held = tables.window_numbers(torch.tensor([length, length]))
-        first = [0, tables.window_runs[0]]
-        for page in pages:
-            for number, entries, start in zip(held.tolist(), window.tolist(), first, strict=True):
-                assert number[entries[page] - start] == page
-
-
-def test_pages_go_on_from_those_of_their_row():
-    assert page_sources([3, 3], [2, 2], torch.tensor([1, 0])).tolist() == [2, 3, -1, 0, 1, -1]
-    assert page_sources([1, 3], [2, 2]).tolist() == [0, 2, 3, -1]
-    assert page_sources([1, 1, 2], [2, 1], torch.tensor([1, 1, 0])).tolist() == [2, 2, 0, 1]
-
-
-def logits_of(pair, cache, rows, steps):
-    """Feed the next tokens of rows, each at its own place; logits `[B, steps, vocab]`."""
-    found = []
-    with torch.no_grad():
-        for step in range(steps):
-            places = torch.tensor([[start + step] for _, start in rows])
-            tokens = torch.stack([ids[start + step : start + step + 1] for ids, start in rows])
-            found.append(pair.leank(tokens, position_ids=places, cache=cache).logits)
-    return torch.cat(found, 1)
-
-
-@pytest.mark.parametrize("use_graphs", [False, True], ids=["plain", "graphs"])
-def test_rows_of_mixed_lengths_grow_move_and_stay_what_they_are(
-    use_graphs, model_pair, some_masks, slow_logits, assert_close, small_pages, request
-):
-    """A page of a row may come to lie anywhere: each row goes on as the rule alone has it."""
-    if use_graphs:
-        request.getfixturevalue("graphs")
-    pair = model_pair(some_masks(WIDTHS), sink=5, recent=9, flush=6)
-    ids = [row(160, seed) for seed in range(4)]
-    prompts = [37, 3, 70, 18]
-
-    def prefilled(index):
-        with torch.no_grad():
-            return pair.leank(ids[index][: prompts[index]][None])[CACHE]
-
-    def check(cache, rows, steps):
-        ours = logits_of(pair, cache, rows, steps)
-        for logits, (tokens, start) in zip(ours, rows, strict=True):
-            (prompt,) = (n for n, own in zip(prompts, ids, strict=True) if own is tokens)
-            stop = start + steps
-            expected = slow_logits(pair, tokens[:stop], [prompt] + [1] * (stop - prompt))
-            assert_close(pair.leank, logits, expected[start:])
-        return [(tokens, start + steps) for tokens, start in rows]
-
-    joined = concatenate([prefilled(0), prefilled(1)])
-    cache = concatenate([joined, prefilled(2), prefilled(3)])
-    before = cache.rows.tables
-    rows = check(cache, list(zip(ids, prompts, strict=True)), 25)
-    assert cache.rows.tables is not before and len(set(cache.rows.tables.runs)) > 1
-    for order in ([2, 0, 3, 1], [1, 1, 2, 3], [0, 2, 0, 2, 3], [4, 3]):
-        cache.reorder_cache(torch.tensor(order)) if len(order) == 4 else cache.batch_select_indices(
-            torch.tensor(order)
-        )
-        rows = check(cache, [rows[index] for index in order], 7)
-    cache.crop(-5)
-    check(cache, [(tokens, start - 5) for tokens, start in rows], 12)
 
 
 def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair, some_masks):

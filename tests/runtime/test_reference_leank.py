@@ -10,7 +10,7 @@ import torch
 
 from leank_convert.vllm.attention import view_tables
 from runtime.constants_leank import centre
-from runtime.layout_leank import choose_chunk_size, order_channels
+from runtime.layout_leank import choose_chunk_size
 from runtime.pruned_attention_leank import decode_attention
 from runtime.turns_leank import attend_turn
 from tests.runtime.decode_cases import make_case
@@ -87,28 +87,6 @@ def test_it_is_attention_over_the_three_regions(widths, attend, check):
     for columns in (1, 4):
         case = case_of(widths, rows, columns=columns)
         check(case, attend(case))
-
-
-@pytest.mark.parametrize("groups", [1, 3, 16])
-def test_any_number_of_query_heads_shares_a_key_head(groups, check):
-    case = case_of((0, 16, 64), [(40, 29), (12, 1)], groups=groups, columns=2)
-    check(case, in_turn(case))
-
-
-def test_every_row_may_keep_its_own_channels(check):
-    case = case_of((0, 16, 40), [(40, 29), (33, 20), (17, 4)])
-    order = order_channels(torch.stack([random_masks((0, 16, 40), D, seed) for seed in range(3)]))
-    case = replace(case, store=case.store._replace(chunk_index=case.layout.chunk_index(order)))
-    check(case, in_store(case))
-
-
-@pytest.mark.parametrize("attend", [in_store, in_turn])
-def test_padding_among_new_tokens_is_not_seen(attend, check):
-    valid = torch.tensor([[True] * 5, [True, False, True, False, True]])
-    case = case_of((0, 16, 64), [(40, 29), (12, 1)], columns=5, valid=valid)
-    assert case.keys[1].isnan().any()
-    ours = attend(case)
-    check(case, ours.masked_fill(~valid[:, None, :, None], 0) if attend is in_store else ours)
 
 
 def test_a_loose_bound_on_lengths_and_torchs_default_device_change_nothing(check):

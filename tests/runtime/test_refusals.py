@@ -14,22 +14,48 @@ from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
 from tests.runtime.tiny_inputs import GREEDY, everything, one_row
 
 
+def settings(**options):
+    """A generation config."""
+    return {"generation_config": GenerationConfig(**options)}
+
+
+DENSE = ["static", "offloaded", "offloaded_static", "quantized", "paged"]
+EARLY, DRAFTS = {"assistant_early_exit": 1}, r": .* `prompt_lookup_num_tokens`"
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        *(
+            ("generate", {"cache_implementation": name}, f"cache_implementation '{name}' is a dense cache")
+            for name in DENSE
+        ),
+        *(("generate", settings(cache_implementation=name), "is a dense cache") for name in DENSE[:4]),
+        ("generate", EARLY, f"assistant_early_exit{DRAFTS}"),
+        ("generate", settings(**EARLY), "assistant_early_exit"),
+        ("generate", {"use_mtp": True}, f"use_mtp{DRAFTS}"),
+        ("forward", {"output_attentions": True}, r"output_attentions: .* stock class"),
+        ("generate", {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ("generate_batch", settings(max_new_tokens=2), "continuous batching keeps a dense paged cache"),
+    ],
+    ids=str,
+)
+def test_what_only_dense_models_do_is_refused_and_leaves_the_model_whole(call, options, message, model_pair):
+    model = model_pair(everything()).leank
+    expected = model.generate(one_row(), **GREEDY)
+    given = [[5, 6, 7]] if call == "generate_batch" else one_row()
+    options = {**GREEDY, **options} if call == "generate" and "generation_config" not in options else options
+    with pytest.raises(ValueError, match=message):
+        getattr(model, call)(given, **options)
+    assert model.config.num_hidden_layers == 2
+    assert torch.equal(model.generate(one_row(), **GREEDY), expected)
+
+
 def test_training_mode_refuses_a_cache(model_pair):
     model = model_pair(everything()).leank.train()
-    with pytest.raises(ValueError, match=r"training mode .* `model.eval\(\)`"):
-        model(one_row(), use_cache=True)
-    with pytest.raises(ValueError, match="training mode"):
-        model.generate(one_row(), **GREEDY)
-
-
-@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
-def test_other_caches_are_refused_by_name(implementation, model_pair):
-    model = model_pair(everything()).leank
-    with pytest.raises(ValueError, match=f"cache_implementation '{implementation}' is a dense cache"):
-        model.generate(one_row(), cache_implementation=implementation, **GREEDY)
-    config = GenerationConfig(cache_implementation=implementation if implementation != "paged" else "static")
-    with pytest.raises(ValueError, match="is a dense cache"):
-        model.generate(one_row(), generation_config=config)
+    for call, options in ((model, {"use_cache": True}), (model.generate, GREEDY)):
+        with pytest.raises(ValueError, match=r"training mode .* `model.eval\(\)`"):
+            call(one_row(), **options)
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -85,19 +111,6 @@ def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
     mine.generate(one_row(), cache=copy.deepcopy(mine).build_cache(), **GREEDY)
 
 
-def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair):
-    model = model_pair(everything()).leank
-    expected = model.generate(one_row(), **GREEDY)
-    with pytest.raises(ValueError, match=r"assistant_early_exit: .* `prompt_lookup_num_tokens`"):
-        model.generate(one_row(), assistant_early_exit=1, **GREEDY)
-    with pytest.raises(ValueError, match=r"use_mtp: .* `prompt_lookup_num_tokens`"):
-        model.generate(one_row(), use_mtp=True, **GREEDY)
-    with pytest.raises(ValueError, match="assistant_early_exit"):
-        model.generate(one_row(), GenerationConfig(assistant_early_exit=1, **GREEDY))
-    assert model.config.num_hidden_layers == 2
-    assert torch.equal(model.generate(one_row(), **GREEDY), expected)
-
-
 def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair, some_masks):
     model = model_pair(some_masks([[0, 4], [4, 8]]), recent=2, flush=1).leank
     with pytest.raises(ValueError, match=r"drafts .* at most recent_size \+ 1 tokens, here 3"):
@@ -116,20 +129,6 @@ def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_
             model(ids, attention_mask=torch.ones(1, 21 + width), cache=model.build_cache())
         output = model(ids[:, :1], attention_mask=torch.ones(1, 22), cache=cache)
     assert output[CACHE].get_seq_length() == 22
-
-
-def test_attention_weights_are_refused(model_pair):
-    model = model_pair(everything()).leank
-    with pytest.raises(ValueError, match=r"output_attentions: .* stock class"):
-        model(one_row(), output_attentions=True)
-    with pytest.raises(ValueError, match="output_attentions"):
-        model.generate(one_row(), output_attentions=True, return_dict_in_generate=True, **GREEDY)
-
-
-def test_continuous_batching_is_refused(model_pair):
-    model = model_pair(everything()).leank
-    with pytest.raises(ValueError, match="continuous batching keeps a dense paged cache"):
-        model.generate_batch([[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))
 
 
 @pytest.mark.parametrize("request_", ["flex_attention", "flash_attention_2", "paged|eager"])

@@ -1,35 +1,11 @@
-"""The append rule in closed form against lists that are moved token by token, and what a row is told."""
+"""What a step of rows tells the layers: without asking the device, and only once."""
 
 from __future__ import annotations
-
-import random
-from itertools import accumulate
 
 import pytest
 import torch
 
-from runtime.rows_leank import RowState, pruned_after_append, pruned_after_prefill
-from tests.runtime.conftest import PRUNED, view_of_every_token
-
-SIZES = [(3, 6, 4), (0, 6, 4), (3, 0, 2), (2, 5, 1), (0, 0, 1), (2, 3, 9), (1, 2, 3)]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_lengths_follow_the_lists(sizes):
-    random.seed(0)
-    for prompt in (1, 2, 4, 9, 12, 13, 14, 40):
-        counts = [random.choice([1, 1, 2, 5, 23]) for _ in range(20)]
-        tokens = view_of_every_token([prompt, *[1] * sum(counts)], *sizes)
-        lengths = list(accumulate([prompt, *counts]))
-        pruned = pruned_after_prefill(torch.tensor([prompt]), sizes[0], sizes[1])
-        for length in lengths[1:]:
-            pruned = pruned_after_append(torch.tensor([length]), pruned, *sizes)
-            assert pruned.tolist() == [int((tokens[length - 1] == PRUNED).sum())]
-
-
-def test_a_prompt_leaves_all_but_the_sink_and_recent_tokens_pruned():
-    lengths = torch.tensor([1, 8, 9, 10, 40])
-    assert pruned_after_prefill(lengths, 3, 6).tolist() == [0, 0, 0, 1, 31]
+from runtime.rows_leank import RowState
 
 
 def test_a_decode_step_without_padding_asks_nothing_of_the_device():
@@ -56,20 +32,6 @@ def test_a_padded_decode_step_asks_nothing_of_the_device():
     assert rows.max_length == 50
 
 
-def test_padding_takes_places_of_its_own_behind_the_tokens():
-    rows = RowState(3, 6, 4, "eager")
-    cpu = torch.device("cpu")
-    rows.step(0, 2, 10, None, cpu)
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[0, 10:13] = False
-    mask[1, [11, 15]] = False
-    append = rows.step(10, 2, 6, mask, cpu).append
-    assert append.columns.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
-    assert append.seen.tolist() == [[10, 10, 10, 11, 12, 13], [11, 11, 12, 13, 14, 14]]
-    assert append.pruned.tolist() == [[1] * 6] * 2
-    assert rows.tables.fits([16, 16]) and rows.bounds == [13, 14] and rows.max_length == 14
-
-
 def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
     rows = RowState(3, 6, 4, "eager")
     cpu = torch.device("cpu")
@@ -78,16 +40,6 @@ def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
     rows.step(5, 1, 1, None, cpu)
     with pytest.raises(RuntimeError, match="earlier forward pass did not reach every layer"):
         rows.step(3, 1, 1, None, cpu)
-
-
-def test_a_step_moves_to_another_device_once():
-    rows = RowState(3, 6, 4, "eager")
-    rows.step(0, 1, 5, None, torch.device("cpu"))
-    step = rows.step(5, 1, 1, None, torch.device("cpu"))
-    moved = step.to(torch.device("meta"))
-    assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
-    assert moved.append.tables is step.append.tables
-    assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step
 
 
 def test_padding_of_replayed_drafts_takes_no_pages():
@@ -101,3 +53,13 @@ def test_padding_of_replayed_drafts_takes_no_pages():
         rows.padding = torch.ones(2, rows.num_columns)
     assert rows.lengths.tolist() == [650, 30] and rows.tables.fits([650, 30])
     assert rows.tables.runs[1] <= 3
+
+
+def test_a_step_moves_to_another_device_once():
+    rows = RowState(3, 6, 4, "eager")
+    rows.step(0, 1, 5, None, torch.device("cpu"))
+    step = rows.step(5, 1, 1, None, torch.device("cpu"))
+    moved = step.to(torch.device("meta"))
+    assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
+    assert moved.append.tables is step.append.tables
+    assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step

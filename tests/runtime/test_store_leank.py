@@ -10,8 +10,8 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
-from runtime.tools import concatenate
-from tests.twin_caches import ids
+from runtime.tools import concatenate, fork
+from tests.runtime.tiny_inputs import ids, row
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -41,6 +41,13 @@ def test_reserved_memory_never_grows(model_pair, some_masks):
     for _ in range(7):
         feed(model, ids(2, 1), cache)
     assert capacities(cache) == {320} and cache.addresses() != addresses
+
+
+def window_pages(cache) -> set[int]:
+    """Pages of a row in the window."""
+    stores = [layer.store for layer in cache.layers]
+    assert all(len(store.window_keys) == sum(store.tables.window_runs) for store in stores)
+    return {run for store in stores for run in store.tables.window_runs}
 
 
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
@@ -142,3 +149,34 @@ def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, 
     monkeypatch.setattr(AttentionHandle, "attend", watched)
     feed(model, ids(2, 70))
     assert len(whole) == 6 and not any(map(any, alive))
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 2**24), (3, 2**24, 4), (2**24, 2**24, 2**24)], ids=str)
+def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair, some_masks):
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush, prune="deferred")
+    whole = pair.leank.build_cache()
+    with torch.no_grad():
+        pair.leank(torch.stack([row(100, 0), row(100, 1)]), cache=whole)
+        forked = fork(whole, recent_size=2**24)
+        joined = concatenate([fork(whole), fork(whole)], num_reserved=150)
+        for cache, batch in ((whole, 2), (forked, 2), (joined, 4)):
+            for _ in range(50):
+                pair.leank(torch.full((batch, 1), 5), cache=cache)
+            memory = cache.memory()
+            assert memory.total.allocated <= 1.5 * (memory.dense_keys + memory.dense_values)
+
+
+def test_what_is_reserved_covers_the_window(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS), sink=3, recent=300, flush=32).leank
+    cache = model.build_cache()
+    cache.reserve(250)
+    with torch.no_grad():
+        model(row(130)[None], cache=cache)
+        assert window_pages(cache) == {4}
+        addresses = cache.addresses()
+        for _ in range(120):
+            model(row(1)[None], cache=cache)
+    assert cache.addresses() == addresses
+    cache.reserve(1000)
+    assert window_pages(cache) == {1 + 7}

@@ -1,15 +1,29 @@
-"""Masks, tokens and settings of tiny models that several files of tests take."""
+"""Masks, tokens and settings of tiny models, how they are fed, and how close their logits have to be."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from tests.twin_caches import ids
+from leank_convert._runtime.configuration_leank import CACHE
 
+VOCAB = 64
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
+# Heads of 80 channels, in chunks of 16: groups of 32, of 16, of what is left, and lanes of padding.
+INT4_WIDTHS = [[0, 7, 80], [16, 48, 33]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
+
+
+ERRORS: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Tokens `[rows, length]`."""
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
@@ -31,3 +45,57 @@ def random_masks(widths: tuple[int, ...], head_dim: int, seed: int = 0) -> torch
     """A layer's masks: so many channels of each head."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
+
+
+def feed_turns(
+    model: Any,
+    cache: Any,
+    turns: Sequence[int],
+    mask: torch.Tensor | None = None,
+    *,
+    tokens: torch.Tensor | None = None,
+    embeds: bool = False,
+    positions: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """Feed rows turn by turn, two of any tokens unless they are given; logits of all columns."""
+    tokens = (ids(2, sum(turns), 3) if tokens is None else tokens).to(model.device)
+    logits, start = [], 0
+    for count in turns:
+        new, stop = tokens[:, start : start + count], start + count
+        inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
+        if mask is not None:
+            inputs["attention_mask"] = mask[:, :stop]
+            inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+        elif positions:
+            inputs["position_ids"] = torch.arange(start, stop, device=model.device)[None]
+        with torch.no_grad():
+            output = model(**inputs, use_cache=True, **{CACHE: cache}, **options)
+        cache, start = output[CACHE], stop
+        logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number that is expected."""
+    return float((ours.detach() - expected).abs().max() / expected.abs().max())
+
+
+def torchs_error(model: Any) -> float:
+    """The error that plain torch makes in a model's dtype: its logits without a cache, against float64."""
+    if model.dtype == torch.float64:
+        return 5e-7  # of norms and rotary embeddings, which compute in float32
+    if model not in ERRORS:
+        tokens = ids(4, 64, 7).to(model.device)
+        exact = copy.deepcopy(model).double()
+        exact.set_experts_implementation("eager")  # the grouped product knows no float64
+        with torch.no_grad():
+            ERRORS[model] = relative_error(*(each(tokens, use_cache=False)[0] for each in (model, exact)))
+    return ERRORS[model]
+
+
+def assert_close(model: Any, ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Hold logits of a model to exact ones: at most twice the error that torch makes in that dtype."""
+    assert ours.shape == expected.shape
+    error, limit = relative_error(ours, expected), 2 * torchs_error(model)
+    assert error <= limit, f"relative error {error:.2e}, twice torch's is {limit:.2e}"

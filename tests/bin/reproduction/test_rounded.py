@@ -7,7 +7,7 @@ from bin.reproduction.rounded import RoundedPrompt
 from runtime.constants_leank import Constants
 from runtime.tools import fork
 from tests.runtime.conftest import build_pair
-from tests.twin_caches import ids
+from tests.runtime.tiny_inputs import ids
 
 MASKS = torch.arange(16).expand(2, 2, 16) < 7
 
