@@ -125,6 +125,7 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
             {"rope_parameters": {"rope_type": "spiral"}},
             "`rope_type` is 'spiral', not one of default, linear,",
         ),
+        ({"rope_parameters": {"rope_type": {}}}, "`rope_type` is {}, not a text"),
         ({"rope_scaling": {"type": "linear"}}, "rope of type `linear` has no `factor`"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "`short_factor` is [1.0], not one positive"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "`high_freq_factor` is 1.0, not above"),

@@ -48,6 +48,8 @@ def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
         ("load_mask", [LONG], {}, "cannot be a path: File name too long"),
         ("export_checkpoint", [LONG, None, "out"], {}, "cannot be a path: File name too long"),
         ("export_checkpoint", ["testbed", None, "out"], {"pruning_ratio": "x"}, "is 'x', not a number"),
+        ("export_checkpoint", ["testbed", None, "a\0"], {}, "is no path: it holds a NUL character"),
+        ("export_checkpoint", ["testbed", None, "out"], {"config_overrides": 5}, "is 5, not a mapping"),
         ("export_checkpoint", ["testbed", None, "out"], {"overwrite": "no"}, "'no', neither true nor false"),
     ],
 )

@@ -37,6 +37,7 @@ def problems_of(path, overrides=(), **flags):
     [
         # no recipe
         ("", "the file holds no key"),
+        ("- 1\n- 2\n", "the file holds a list, not a mapping of keys"),
         # no YAML, or more than is read
         ("seed: 1\nstage1: [", "line 2, column 10: while parsing a flow node"),
         ("seed: 1\nstage1:\n  steps: 1\n  steps: 2\n", "line 4, column 3: key `steps` is given twice"),

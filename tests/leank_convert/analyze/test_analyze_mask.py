@@ -92,3 +92,15 @@ def test_an_existing_output_is_left_as_it_is(save, outlying, tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
     assert (tmp_path / "new.partial" / "thesis.tex").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
+
+
+def test_what_is_no_mask_is_refused_with_a_remedy(tmp_path, source_model):
+    (tmp_path / "notes.txt").write_text("no mask")
+    for artifact, message in (
+        (tmp_path / "nope.npy", "does not exist"),
+        (tmp_path / "notes.txt", "unknown file type '.txt'"),
+        (source_model(), "holds no `channel_mask.safetensors`"),
+    ):
+        told = rejected("analyze", artifact, "-o", tmp_path / "out")
+        assert message in told and "hint: " in told
+        assert not (tmp_path / "out").exists()

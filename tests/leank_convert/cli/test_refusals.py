@@ -48,6 +48,8 @@ REFUSED = {
     # Of the recipes that a model has, the plainest.
     "train Qwen/Qwen2.5-7B-Instruct -o OUT --set stage1.step=5": "recipe `qwen2.5-7b-instruct`",
     f"{TRAIN} --mask-only --push-to-hub a/b": "writes no checkpoint",
+    f"{TRAIN} --mask-only --base-model a/b": "writes no model card",
+    f"{TRAIN} --json": "--json goes with --dry-run",
     f"{TRAIN} --push-to-hub bad-id!!": "`bad-id!!`",
     f"{TRAIN} --set mask=m.npy": "nothing is to be trained",
     f"{TRAIN} --device toaster": "toaster",

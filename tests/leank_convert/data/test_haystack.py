@@ -79,6 +79,7 @@ def test_sentences_with_control_tokens_are_left_out(tmp_path):
         ("none.txt", None, r"`.*none\.txt` does not exist", "is looked up from"),
         ("a.csv", b"text\n", r"a\.csv` has the suffix `\.csv`", r"\.txt, \.json, \.jsonl"),
         ("a.txt", b" \n\n ", "holds no text", "data.haystack.source"),
+        ("a.jsonl", b"", "holds no text", "data.haystack.source"),
         ("a.txt", b"Caf\xe9.", r"a\.txt` is not UTF-8: .* at byte 3", "iconv"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl` cannot be read: JSON parse error", "a line"),
         ("a.json", b"[" * 100_000, r"a\.json` cannot be read: .*depth", None),

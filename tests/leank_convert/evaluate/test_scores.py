@@ -32,6 +32,7 @@ def prompt(scoring, *references, **options):
         ("final_number", "12", "**Answer:** 12", 1),
         ("final_number", "-3", r"Thus \boxed{-3} is 4", 1),
         ("final_number", "12", "Answer: 120. It is 12", 0),
+        ("final_number", "12", "12", 0),
         ("final_number", "-7", "Answer: -007", 1),
         pytest.param("final_number", "9" * 5000, "Answer: 00" + "9" * 5000, 1, id="a number of 5000 digits"),
         pytest.param("final_number", "12", "Answer: " + "9" * 5000, 0, id="another of 5000 digits"),

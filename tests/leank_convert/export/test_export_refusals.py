@@ -10,7 +10,7 @@ from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, save_mask
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
 
@@ -159,3 +159,20 @@ def test_what_no_mask_would_help_is_known_before_there_is_one(
     refused("has dtype I8", overwrite=True, config_overrides={"sliding_window": None})
     edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
     refused("is quantized by `gptq`", overwrite=True, config_overrides={"sliding_window": None})
+
+
+def test_names_that_a_checkpoint_has_for_its_masks_are_refused(
+    source_model, fitting_mask, edit_json, tmp_path, refused
+):
+    source = source_model()
+    mask = fitting_mask(source)
+    weight_map = read_json(source / INDEX_NAME)["weight_map"]
+    shard = weight_map["model.norm.weight"]
+    own = {name: MASK_FILE_NAME if file == shard else file for name, file in weight_map.items()}
+    (source / MASK_FILE_NAME).write_bytes((source / shard).read_bytes())
+    edit_json(source / INDEX_NAME, weight_map=own)
+    refused(source, mask, tmp_path / "out", f"a shard is named `{MASK_FILE_NAME}`")
+    name = ATTENTION + "key_scale"
+    save_file({**load_file(source / shard), name: torch.ones(1)}, source / shard, {"format": "pt"})
+    edit_json(source / INDEX_NAME, weight_map={**weight_map, name: shard})
+    refused(source, mask, tmp_path / "out", f"has a tensor `{name}`")

@@ -6,6 +6,7 @@ from threading import Barrier
 import pytest
 
 from leank_convert.errors import LeanKError
+from leank_convert.export import publish
 from leank_convert.export.publish import recover, staged_folder
 
 
@@ -175,3 +176,27 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
     stage(tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
     assert content(tmp_path / "disk") == {"real/config.json": NEW["config.json"]}
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_file_that_cannot_be_moved_is_named_and_the_next_run_goes_on(is_removed, tmp_path, monkeypatch):
+    """Unless what had been moved is gone: the rest is no export."""
+    out = write(tmp_path / "out", config_json='{"leank": "old"}', notes="mine")
+    with monkeypatch.context() as patched:
+        replace = publish.Path.replace
+
+        def fail(path, target):
+            if path.name == "config.json":
+                raise OSError(5, "Input/output error", str(path))
+            return replace(path, target)
+
+        patched.setattr(publish.Path, "replace", fail)
+        patched.setattr(publish, "write_atomically", lambda path, text: path.write_bytes(text))
+        with pytest.raises(LeanKError, match=r"config\.json` cannot be put in place: .* nothing loads"):
+            stage(out, overwrite=True, weights_safetensors="new")
+    assert content(out) == {"notes": "mine", "weights.safetensors": "new"}
+    if is_removed:
+        (out / "weights.safetensors").unlink()
+    recover(out)
+    new = {} if is_removed else {"out/config.json": NEW["config.json"], "out/weights.safetensors": "new"}
+    assert content(tmp_path) == {"out/notes": "mine", **new}

@@ -269,6 +269,9 @@ REFUSED = {
     "a cache": Refused(
         "`quantization_config.kv_cache_scheme` is for a", keys={"kv_cache_scheme": {"num_bits": 8}}
     ),
+    "scales of a cache": Refused(
+        f"tensor `{ATTENTION}.k_scale` is for a", tensors={f"{ATTENTION}.k_scale": torch.ones(1)}
+    ),
     "rotations": Refused(
         "rotates what is between weights", keys={"transform_config": {"config_groups": {"R3": {}}}}
     ),

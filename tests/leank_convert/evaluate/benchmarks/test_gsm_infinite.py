@@ -83,6 +83,7 @@ def test_variables_are_right_if_they_are_all_and_no_others(byte_level_tokenizer,
         (ROW | {"messages": 5}, "`messages` is 5"),
         (ROW | {"solution": "It is 2."}, "`solution` ends in no `Answer: `: 'It is 2.'"),
         (ROW | {"d": 4}, "`d` is 4"),
+        (ROW | {"length": "long"}, "`length` is 'long'"),
     ],
 )
 def test_a_row_of_another_form_is_refused(refused, write_records, row, named):

@@ -62,6 +62,7 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
     ("name", "content", "message"),
     [
         ("a.jsonl", json.dumps(RECORD) + "\n{]", r"a\.jsonl` cannot be read: JSON parse error"),
+        ("a.csv", "q,a", r"a\.csv` has the suffix `\.csv`"),
         ("a.json", [], r"a\.json` has no question with an answer"),
         ("a.json", {"version": "v2.0"}, r"a\.json` cannot be read: no 'data'"),
         ("a.json", [RECORD, {"question": "q"}], r"a\.json`: record 2 has no `answers`"),

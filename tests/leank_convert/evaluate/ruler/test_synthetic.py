@@ -137,3 +137,13 @@ def test_no_word_is_part_of_another():
     words = ADJECTIVES + NOUNS + VERBS
     assert len(set(words)) == len(words)
     assert not [pair for pair in itertools.permutations(words, 2) if pair[0] in pair[1]]
+
+
+def test_words_never_run_out(plain_tokenizer, draw, split):
+    (prompt,) = draw(plain_tokenizer, "cwe", 30_000, num_samples=1)
+    message, _ = split(plain_tokenizer, prompt)
+    asked = Counter(re.findall(r"\d+\. (\S+)", re.split(r"^Answer: .*$", message, flags=re.M)[1]))
+    assert len(asked) > len(ADJECTIVES + NOUNS + VERBS)
+    assert Counter(asked.values()) == {30: 10, 3: len(asked) - 10}
+    for reference in prompt.references:
+        assert [word for word in asked if reference in word] == [reference]
