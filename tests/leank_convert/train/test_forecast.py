@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from bin.benchmarks.geometries import GEOMETRIES
 from leank_convert.cli import main
 from leank_convert.recipe_file import load_recipe
+from leank_convert.train import forecast as module
 from leank_convert.train.forecast import Forecast, forecast
 from leank_convert.train.model import count_bytes, find_model
 
@@ -124,3 +125,10 @@ def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe,
 def test_on_a_gpu_it_is_judged(retriever_folder, short_recipe):
     found = forecast(retriever_folder, short_recipe())
     assert found.memory["fits"] and found.seconds_per_context is not None
+
+
+def test_a_context_that_takes_minutes_on_a_cpu_is_not_run(retriever_folder, short_recipe, monkeypatch):
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 0)
+    found = forecast(retriever_folder, short_recipe(), device="cpu")
+    assert "not estimated: a context of 240 tokens takes minutes on this CPU" in found.render()

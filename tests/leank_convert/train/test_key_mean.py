@@ -10,6 +10,7 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods.statistics import attention_of
+from leank_convert.train import key_mean
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.state import TrainingDirectory, load_state
@@ -94,3 +95,13 @@ def test_keys_and_values_that_are_not_finite_are_refused(load, name, value):
     with pytest.raises(LeanKError, match=f"are not finite on a context of {size} tokens") as caught:
         measure_keys(loaded, samples, 1)
     assert caught.value.exit_code == 1
+
+
+def test_a_mean_beyond_float16_is_refused(load, monkeypatch):
+    loaded, samples = load()
+    context = key_mean.run_context_pass(loaded.model, samples.draw(0).prefix_ids)
+    key, value = context.load(0)
+    context._pairs[0] = key + 1e5, value
+    monkeypatch.setattr(key_mean, "run_context_pass", lambda *_: context)
+    with pytest.raises(LeanKError, match=r"the mean of keys of model `.*` is beyond float16's numbers"):
+        measure_keys(loaded, samples, 1)

@@ -106,3 +106,17 @@ def test_memory_that_does_not_suffice_is_told_with_what_to_change(
         train_one(short_recipe(**changes), tmp_path / "out")
     assert remedy in caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_cannot_be_read_are_refused(train_one, short_recipe, copied, tmp_path, monkeypatch):
+    """The shard is cut between the check of its header and its reading."""
+    original = model.open_checkpoint
+
+    def cut_after(path):
+        opened, shard = original(path), copied / "model.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-100])
+        return opened
+
+    monkeypatch.setattr(model, "open_checkpoint", cut_after)
+    with pytest.raises(LeanKError, match=r"the weights of model `.*copied` cannot be read: ."):
+        train_one(short_recipe(), tmp_path / "out", model=copied)
