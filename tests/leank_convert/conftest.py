@@ -317,12 +317,6 @@ def tokenizer(request):
 
 
 @pytest.fixture(scope="session")
-def unsplit_tokenizer():
-    """The kind of tokenizer that knows no borders; not to be changed."""
-    return unsplit()
-
-
-@pytest.fixture(scope="session")
 def byte_level_tokenizer():
     """GPT-2's kind of tokenizer; not to be changed."""
     return byte_level()

@@ -63,23 +63,13 @@ def test_facts_are_those_of_the_config_class(row, keys):
     "keys",
     [
         {},
-        {"rope_theta": 500000.0},
         {"rope_theta": 1000000.0, "rope_scaling": None},
         {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-        {
-            "rope_theta": 5e5,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}},
     ],
-    ids=["none", "theta", "null-scaling", "old-linear", "old-yarn", "new-yarn", "llama3"],
+    ids=["none", "null-scaling", "old-linear", "old-yarn", "new-yarn", "llama3"],
 )
 def test_rope_parameters_are_those_that_transformers_reads(keys):
     keys = {"max_position_embeddings": 32768, **keys}
@@ -93,14 +83,10 @@ def test_rope_parameters_are_those_that_transformers_reads(keys):
     [
         ("Llama", "llama"),
         ("qwen-2", "qwen2"),
-        ("Qwen_3", "qwen3"),
         ("mistral4", None),
-        ("mistal", None),
         ("qwen2_moe", None),
-        ("llama4", None),
         (None, None),
         (["llama"] * 10**6, None),
-        ("llama" * 10**6, None),
     ],
 )
 def test_another_spelling_of_a_family_is_suggested_never_another_family(given, meant):
@@ -114,35 +100,26 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0, not a whole number"),
         (
             {"num_hidden_layers": 10**9},
             "`num_hidden_layers` is 1000000000, not a whole number from 1 to 4096",
         ),
-        ({"num_attention_heads": "8"}, "`num_attention_heads` is '8'"),
-        ({"num_key_value_heads": True}, "`num_key_value_heads` is True"),
         ({"num_key_value_heads": 3}, "8 is not a multiple of `num_key_value_heads` 3"),
         (
             {"num_hidden_layers": 4096, "num_key_value_heads": 8, "head_dim": 4096},
             "more than 16777216 channels",
         ),
         ({"hidden_size": 65}, "The hidden size (65) is not a multiple"),
-        ({"hidden_size": None}, "`hidden_size` is None"),
         ({"head_dim": -1}, "`head_dim` is -1"),
         ({"head_dim": 7}, "`head_dim` is 7, not even"),
-        ({"intermediate_size": 1.5}, "`intermediate_size` is 1.5"),
         ({"max_position_embeddings": 10**400}, "`max_position_embeddings` is an integer of 1329 bits"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0, not a number from"),
         ({"dtype": "bfloat99"}, "`dtype` is 'bfloat99'"),
-        ({"torch_dtype": 16}, "`torch_dtype` is 16"),
         ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', neither true nor false"),
-        ({"num_labels": 10**9}, "`num_labels` is 1000000000"),
         ({"layer_types": ["full_attention"]}, "`layer_types` is ['full_attention'], not a list of 2"),
         ({"compression_config": {"quant_method": "gptq"}}, "the model is quantized"),
         ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
         ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
-        ({"rope_theta": 0}, "`rope_theta` is 0"),
-        ({"rope_theta": "1e4"}, "`rope_theta` is '1e4'"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', not an object"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},
@@ -150,24 +127,13 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
         ),
         ({"rope_parameters": {"rope_type": {}}}, "`rope_type` is {}, not a text"),
         ({"rope_scaling": {"type": "linear"}}, "rope of type `linear` has no `factor`"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` is '2', not a number"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "`factor` is 0, not a number"),
-        ({"rope_scaling": {**YARN, "truncate": 1}}, "`truncate` is 1"),
-        (
-            {"rope_scaling": {**YARN, "original_max_position_embeddings": 1}},
-            "`original_max_position_embeddings` is 1",
-        ),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "`short_factor` is [1.0], not one positive"),
-        ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "not one positive number"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "`high_freq_factor` is 1.0, not above"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "of one kind of layer"),
         ({"partial_rotary_factor": 0.5}, "rotated whole"),
         ({"to_dict": 1}, "is refused by transformers: "),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": {}}}, "`rope_theta` is {}"),
-        ({"model_type": "mistral"}, SLIDING),
         ({"model_type": "mistral", "sliding_window": 4096}, SLIDING),
         ({**WINDOWED, "max_window_layers": 0, "sliding_window": 64}, SLIDING),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, SLIDING),
         ({**MIXED, "sliding_window": None}, "`sliding_window` is None, not a whole number"),
         ({**MIXED, "layer_types": ["full_attention", "linear_attention"]}, "1 of 2 layers have no full"),
     ],
@@ -182,52 +148,27 @@ def test_senseless_configs_are_refused(changes, message):
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, LONGROPE, {"type": "linear", "factor": 2}])
 def test_kinds_of_rope_that_transformers_computes_are_read(rope):
+    assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default"}
     facts = read_model_facts({**LLAMA, "rope_scaling": rope, "max_position_embeddings": 131072}, origin="x")
     config = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": {**facts.rope_parameters}})
     compute = ROPE_INIT_FUNCTIONS[facts.rope_parameters["rope_type"]]
     assert compute(config)[0].shape == (4,)
 
 
-def test_kinds_of_rope_and_what_they_need_are_those_of_transformers():
-    assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default"}
-    for rope_type, needed in ROPE_TYPES.items():
-        check = getattr(transformers.LlamaConfig(), f"_validate_{rope_type}_rope_parameters")
-        given = {"rope_type": rope_type, "rope_theta": 1e4}
-        if needed:
-            with pytest.raises(KeyError) as caught:
-                check(given)
-            assert {name for name in re.findall(r"'(\w+)'", str(caught.value)) if name != rope_type} == {
-                "rope_type",
-                *needed,
-            }
-        else:
-            check(given)
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "layers"),
     [
-        {"use_sliding_window": True, "max_window_layers": 1},
-        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        ({"use_sliding_window": True, "max_window_layers": 1}, (0,)),
+        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, (0,)),
+        ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, (0, 1)),
+        ({"use_sliding_window": False, "sliding_window": 131072}, (0, 1)),
+        ({"model_type": "mistral", "sliding_window": None}, (0, 1)),
     ],
 )
-def test_layers_beside_full_attention_are_left_alone(changes):
+def test_layers_with_full_attention_are_pruned_and_windows_that_none_uses_are_no_obstacle(changes, layers):
     facts = read_model_facts({**QWEN2, **changes}, origin="config.json")
-    assert facts.is_mixed and facts.layers == (0,) and facts.mask_shape == (1, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {**LLAMA, "model_type": "mistral", "sliding_window": None},
-        {**QWEN2, "use_sliding_window": False, "sliding_window": 131072},
-        {**QWEN2, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64},
-        {**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
-        {**QWEN2, "layer_types": ["full_attention", "full_attention"]},
-    ],
-)
-def test_a_window_that_no_layer_uses_is_no_obstacle(config):
-    assert read_model_facts(config, origin="config.json").num_hidden_layers == 2
+    assert facts.layers == layers and facts.is_mixed == (len(layers) == 1)
+    assert facts.mask_shape == (len(layers), 2, 8)
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -305,27 +246,17 @@ WEIGHTS = "the weights fix this key; it cannot be overridden"
     ("overrides", "message", "hint"),
     [
         ({"rope_theta": "fast"}, "config_overrides`: `rope_theta` is 'fast'", ""),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "type `yarn` has no `factor`", ""),
         ({"rope_parameters": []}, "`config_overrides`: `rope_parameters` is [], not an object", ""),
-        ({"max_position_embeddings": "long"}, "config_overrides`: `max_position_embeddings` is 'long'", ""),
         ({"layer_types": "full_attention"}, "`config_overrides.layer_types`: ", ""),
         ({"note": float("nan")}, "`config_overrides` cannot be written as JSON", ""),
-        ({"note": {1, 2}}, "`config_overrides` cannot be written as JSON", ""),
         ({"num_hidden_layers": 3}, f"`config_overrides.num_hidden_layers`: {WEIGHTS}", "such as"),
         ({"leank": 3}, f"`config_overrides.leank`: {WEIGHTS}", ""),
-        ({"quantization_config": 3}, f"`config_overrides.quantization_config`: {WEIGHTS}", ""),
         ({"attn_implementation": 3}, f"`config_overrides.attn_implementation`: {WEIGHTS}", ""),
-        ({"hidden_act": 3}, f"`config_overrides.hidden_act`: {WEIGHTS}", ""),
         ({"rope_thetaa": 1e6}, "`config_overrides.rope_thetaa`: ", "did you mean `rope_theta`?"),
         (
             {"rope_parameters": {**YARN, "factr": 2}},
             "`config_overrides.rope_parameters.factr`: ",
             "`rope_parameters.factor`?",
-        ),
-        (
-            {"rope_scaling": {"rope_tpe": "yarn"}},
-            "`config_overrides.rope_scaling.rope_tpe`: ",
-            "`rope_scaling.rope_type`?",
         ),
         ({"mine": 1}, "`config_overrides.mine`: ", "leave it out"),
     ],
@@ -347,21 +278,3 @@ def test_overrides_of_known_keys_are_taken():
     known = {"torch_dtype": "float32", "id2label": {"0": "a"}, "use_cache": False, "bos_token_id": 1}
     assert apply_config_overrides(LLAMA, known) == {**LLAMA, **known}
     assert apply_config_overrides({**LLAMA, "mine": 1}, {"mine": 2})["mine"] == 2
-
-
-@pytest.mark.parametrize(
-    ("model_type", "dense", "sparse"),
-    [
-        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, {"mlp_only_layers": [0, 1, 2]}),
-        ("qwen3_moe", {"num_experts": 0}, {}),
-        ("qwen3_moe", {"decoder_sparse_step": 5}, {"decoder_sparse_step": 4}),
-        ("glm4_moe", {"first_k_dense_replace": 4}, {"first_k_dense_replace": 3}),
-        ("hy_v3", {"mlp_layer_types": ["dense"] * 4}, {"mlp_layer_types": ["dense"] * 3 + ["sparse"]}),
-    ],
-)
-def test_experts_of_a_token_are_counted_where_layers_have_experts(model_type, dense, sparse):
-    held = "n_routed_experts" if model_type == "glm4_moe" else "num_experts"
-    config = {**LLAMA, "model_type": model_type, "num_hidden_layers": 4, held: 4, "num_experts_per_tok": 99}
-    read_model_facts({**config, **dense}, origin="x")
-    with pytest.raises(LeanKError, match="`num_experts_per_tok` 99 is more than the 4 experts"):
-        read_model_facts({**config, **sparse}, origin="x")

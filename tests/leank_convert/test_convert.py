@@ -17,17 +17,11 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.verify import verify_checkpoint
-from tests.checks import failed, provenance_of, run
+from tests.checks import done, failed, provenance_of, run
 from tests.tiny_families import tiny_model
 
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
-
-
-def done(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +150,6 @@ def test_a_mask_keeps_its_own_mean_and_scales_are_of_keys_less_that(biased, mask
     assert not torch.equal(scales, measured.scales(measured.centre(mask)).keys)
 
 
-def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "measure_cache", lambda *_, **__: pytest.fail("the model is measured"))
-    options = ("--recipe", recipe, "-o", tmp_path / "out")
-    own = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "own")
-    done("export", biased, "--mask", own, "--key-mean", *options)
-    torch.save(torch.ones(2, 2, 8, dtype=torch.bool), tmp_path / "mask.pth")
-    wrong = ("--mask", tmp_path / "mask.pth")
-    result = run("export", biased, *wrong, "--kv-dtype", "fp8", *options, "--overwrite")
-    assert result.exit_code == 2 and "has shape [2, 2, 8]; model `" in result.stderr
-    result = run("export", biased, "--mask", own, "--kv-dtype", "fp8", *options)
-    assert result.exit_code == 2 and "already holds a checkpoint" in result.stderr
-
-
 def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe, tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(
@@ -181,20 +162,6 @@ def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe
     convert.export_model(biased, imported, tmp_path / "out", recipe=recipe, config_overrides=rope)
     assert [dict(recipe.model.config_overrides) for recipe in measured] == [rope]
     assert load_mask(tmp_path / "out" / MASK_FILE_NAME).provenance.rope_parameters["rope_theta"] == 1e4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--force",), "--force goes with --kv-dtype, whose cache is tried"),
-        (("--force", "--key-mean"), "--force goes with --kv-dtype, whose cache is tried"),
-        (("--device", "cpu"), "--device goes with --kv-dtype and --key-mean, which measure there"),
-    ],
-)
-def test_options_that_go_with_others_are_usage_errors_alone(tmp_path, arguments, message):
-    result = run("export", "testbed", *arguments, "-o", tmp_path / "out")
-    assert result.exit_code == 2 and message in result.stderr, result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, tmp_path, monkeypatch):

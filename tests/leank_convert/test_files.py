@@ -16,13 +16,9 @@ from leank_convert.files import read_json
     [
         (b"{", "is not JSON"),
         (b"[1]", "holds a `list`, not an object"),
-        (b"\xff\xfe{}", "is not JSON: 'utf-8' codec"),
         (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "duplicate key 'c'"),
-        (b'{"%s": 1, "%s": 2}' % (b"k" * 10**6, b"k" * 10**6), "duplicate key"),
         (b'{"a": [NaN]}', "number 'NaN' is not finite"),
-        (b'{"a": 1e999}', "number '1e999' is not finite"),
-        (b'{"a": %s}' % (b"9" * 5000), "number '99"),
         (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "nested too deep"),
         (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested deeper than 64 levels"),
         (b'{"a": "\\uD800"}', "half of a surrogate pair"),

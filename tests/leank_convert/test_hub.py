@@ -21,9 +21,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.hub import (
     check_repo_id,
     hide_local_paths,
-    hub_name,
     model_name,
-    name_in_config,
     push_to_hub,
     resolve_model,
 )
@@ -61,25 +59,18 @@ class FakeHub:
         }
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_a_checkpoint_is_uploaded_without_its_training_run(private, checkpoint, monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    return hub
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_checkpoint_is_uploaded_without_its_training_run(private, checkpoint, hub):
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
     assert hub.repositories == {"me/model": private}
     assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
-
-
-@pytest.mark.parametrize(
-    ("noted", "expected"),
-    [("owner/a-model", "owner/a-model"), ("/home/me/model", None), ("model", None), (7, None)],
-)
-def test_a_folder_may_name_its_model_in_its_config(noted, expected, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": noted}))
-    assert name_in_config(tmp_path) == expected
-    assert name_in_config(tmp_path / "absent") is None
-    assert hub_name(tmp_path) is None
-    assert hub_name("owner/other") == "owner/other"
 
 
 def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path):
@@ -103,9 +94,7 @@ def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_nam
     ("text", "named", "hidden"),
     [
         ("source: /home/me/text.txt # mine", (), "source: .../text.txt # mine"),
-        ("source: '/home/me/my text.txt'", (), "source: '.../my text.txt'"),
         ("# --set data.haystack.source=~/me/text.txt", (), "# --set data.haystack.source=.../text.txt"),
-        ("[../a/b, './c d/e', file:///f/g]", (), "[.../b, '.../e', .../g]"),
         ("source: my texts/a b.txt", ("my texts/a b.txt",), "source: .../a b.txt"),
         ("id: tests/leank_convert", ("tests/leank_convert",), "id: .../leank_convert"),
         ("id: owner/model", ("owner/model", None), "id: owner/model"),
@@ -117,25 +106,18 @@ def test_of_local_paths_the_last_part_is_left(text, named, hidden, monkeypatch):
     assert hide_local_paths(text, named) == hide_local_paths(hidden) == hidden
 
 
-def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(checkpoint, monkeypatch):
+def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_none(checkpoint, hub):
     listed = ["config.json", "model.safetensors", "odd[1].json"]
     (checkpoint / "odd[1].json").touch()
     digests = {"format_version": 1, "files": dict.fromkeys(listed, "")}
     (checkpoint / DIGESTS_NAME).write_text(json.dumps(digests))
     (checkpoint / "notes.txt").write_text("private")
-    hub = FakeHub()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     push_to_hub(checkpoint, "me/model")
     assert hub.uploaded == {*listed, DIGESTS_NAME}
-
-
-def test_only_checkpoints_of_ours_are_uploaded(checkpoint, monkeypatch):
-    hub = FakeHub()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
-        push_to_hub(checkpoint, "me/model")
-    assert hub.repositories == {}
+        push_to_hub(checkpoint, "me/other")
+    assert hub.repositories.keys() == {"me/model"}
 
 
 @pytest.mark.parametrize("name", ["me/mo del", "me/a--b", "me/model.git", "a/b/c", "", "/model"])
@@ -154,21 +136,15 @@ def test_local_folders_are_models(tmp_path, monkeypatch):
     assert model_name("some/model") == "model"
     assert model_name("./some/") == "some"
     assert model_name("owner/model") == "owner/model"
+    shipped = resolve_model("testbed")
+    assert shipped.name == "model" and shipped.parent.name == model_name("testbed") == "testbed"
     (tmp_path / "testbed").mkdir()
     assert resolve_model("testbed") == Path("testbed")
-
-
-def test_testbed_is_the_shipped_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = resolve_model("testbed")
-    assert folder.name == "model" and folder.parent.name == "testbed"
-    assert model_name("testbed") == "testbed"
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        *((name, "does not exist") for name in ("./missing", "/missing/model", "a/b/c", "a b")),
         (Path("owner/model"), "does not exist"),
         ("model.safetensors", "is a file"),
         *((name, f"`{name}` is no folder here") for name in ("foo--bar", "foo.git", "owner/foo..bar")),
@@ -202,9 +178,7 @@ def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
         (False, RepositoryNotFoundError, "is neither here nor on the hub"),
         (False, RemoteEntryNotFoundError, "on the hub lacks a file: refused$"),
         (False, LocalEntryNotFoundError, "is not here, and the hub fails: no connection$"),
-        (False, ConnectionError, "is not here, and the hub fails: no connection$"),
         (True, HfHubHTTPError, "uploading to `me/model` failed: refused$"),
-        (True, HfHubHTTPError.__bases__[0], "uploading to `me/model` failed: no connection$"),
         (True, ConnectionError, "uploading to `me/model` failed: no connection$"),
         (True, LocalTokenNotFoundError, "not logged in"),
         (True, HFValidationError, "not a valid name of a hub repository"),

@@ -123,7 +123,6 @@ def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
     ("name", "message"),
     [
         ("", r"has no `config\.json`"),
-        ("nope.pth", "^`nope.pth` does not exist$"),
         ("some/folder/nope", "^`some/folder/nope` does not exist$"),
         ("some/nope", "^`some/nope` is not here, and the hub"),  # which may be a model's id
     ],
@@ -142,7 +141,7 @@ def onnx_folder(retriever_half, tmp_path):
     return copy
 
 
-def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder):
+def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder, edit_json):
     facts = inspect_artifact(onnx_folder)
     assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("checkpoint", "llama")
     assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
@@ -157,18 +156,14 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     text = render_inspection(facts)
     assert "opset 23, cache float16, weights float16" in text and "(the graph's head order)" in text
     assert "model.onnx: 5 bytes" in text
+    scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
+    edit_json(onnx_folder / "leank_onnx.json", weights="int4", quantization=scheme)
+    told = "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)"
+    assert told in render_inspection(inspect_artifact(onnx_folder))
     (onnx_folder / "model.onnx").unlink()
     assert "model.onnx: missing" in render_inspection(inspect_artifact(onnx_folder))
     with pytest.raises(LeanKError, match="is an ONNX folder, which vLLM does not serve"):
         inspect_artifact(onnx_folder, Load(1 << 30, 8192))
-
-
-def test_quantized_weights_of_an_onnx_folder_are_told(onnx_folder, edit_json):
-    scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
-    edit_json(onnx_folder / "leank_onnx.json", weights="int4", quantization=scheme)
-    facts = inspect_artifact(onnx_folder)
-    assert (facts["weights"], facts["quantization"]) == ("int4", scheme)
-    assert "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)" in render_inspection(facts)
 
 
 def test_a_damaged_onnx_description_points_to_verify(onnx_folder, edit_json):
@@ -176,9 +171,6 @@ def test_a_damaged_onnx_description_points_to_verify(onnx_folder, edit_json):
     with pytest.raises(LeanKError, match=r"leank_onnx.json`: `widths.0.0` is 7; the mask gives 0") as caught:
         inspect_artifact(onnx_folder)
     assert "verify" in str(caught.value.hint)
-    edit_json(onnx_folder / "leank_onnx.json", opset=...)
-    with pytest.raises(LeanKError, match="`opset` is missing"):
-        inspect_artifact(onnx_folder)
 
 
 def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_model):
@@ -272,8 +264,6 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):
             {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]},
             "1 of its 2 layers",
         ),
-        ({"model_type": "gpt2"}, "unknown architecture"),
-        ({"model_type": ["llama"]}, r"unknown architecture: `model_type` is \['llama'\]"),
         ({"model_type": {"llama": 1}}, "unknown architecture"),
     ],
 )

@@ -66,16 +66,7 @@ def test_a_mask_says_in_a_line_what_it_is(ragged_mask):
     assert repr(mask) == f"ChannelMask([3 x 4 x 12], {mask.pruning_ratio:.1%} removed, imported)"
 
 
-def test_unknown_facts_stay_unknown(tmp_path, ragged_mask):
-    imported = provenance(pruning_ratio_asked=None, width_multiple=None, recipe=None, seed=None)
-    save_mask(ChannelMask(ragged_mask(), None, imported), tmp_path / "m.safetensors")
-    assert load_mask(tmp_path / "m.safetensors").provenance == imported
-    save_mask(ChannelMask(ragged_mask()), tmp_path / "bare.safetensors")
-    assert load_mask(tmp_path / "bare.safetensors").provenance is None
-
-
-@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
-def test_a_failed_write_leaves_the_old_file(step, tmp_path, ragged_mask, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, ragged_mask, monkeypatch):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
@@ -83,7 +74,7 @@ def test_a_failed_write_leaves_the_old_file(step, tmp_path, ragged_mask, monkeyp
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr("pathlib.Path.replace", fail)
     with pytest.raises(LeanKError, match=r"cannot write mask `.*m.safetensors`: No space left"):
         save_mask(ChannelMask(ragged_mask(seed=1)), path)
     assert path.read_bytes() == before
@@ -139,22 +130,15 @@ ONES = torch.ones(2, 3, 4)
     ("name", "content", "message"),
     [
         ("m.pth", changed((1, 2, 3), 0.5), "value 0.5 at [1, 2, 3] is not 0 or 1"),
-        ("m.npy", changed((0, 0, 1), 1.0000001), "value 1.0000001 at [0, 0, 1] is not 0 or 1"),
         ("m.safetensors", changed((0, 2, 0), math.nan), "value nan at [0, 2, 0] is not 0 or 1"),
-        ("m.npy", torch.ones(4), "is a tensor of shape [4], not [layers"),
         ("m.npy", torch.ones(1, 2, 3, 4), "is a tensor of shape [1, 2, 3, 4], not [layers"),
-        ("m.npy", torch.ones(2, 0, 4), "is a tensor of shape [2, 0, 4], not [layers"),
-        ("m.npy", torch.ones(5000, 1, 1), "exceeds any model's: at most 4096 layers"),
         ("m.pth", torch.ones(1).expand(10**4, 10**4, 10**4), "exceeds any model's: at most 4096 layers"),
         ("m.pth", ONES.to(torch.float8_e4m3fn), "has dtype float8_e4m3fn"),
-        ("m.safetensors", ONES.to(torch.complex64), "has dtype complex64"),
         ("m.npy", np.ones((2, 3, 4), dtype=[("a", "f4")]), "is not an array of numbers"),
-        ("m.npy", np.array([{}], dtype=object), "is not an array of numbers"),
         ("m.safetensors", SEVERAL, "holds 2 tensors (`a`, `b`), not one"),
         ("m.pth", SEVERAL, NOT_PLAIN),
         ("m.pth", Evil(), NOT_PLAIN),
         ("m.pth", ONES.to_sparse(), NOT_PLAIN),
-        ("m.pth", ONES.to("meta"), NOT_PLAIN),
         ("m.pth", ONES.as_subclass(Subclass), NOT_PLAIN),
         *((f"m{suffix}", b"", "m") for suffix in SUFFIXES),
         *((f"m{suffix}", b"\0\1garbage" * 9, "m") for suffix in SUFFIXES),
@@ -225,7 +209,6 @@ def test_widths_and_ratio_of_any_mask():
     ("mask", "factors"),
     [
         (torch.ones(1, 2, 3), None),
-        (torch.ones(2, 3, dtype=torch.bool), None),
         (torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 2, 4)),
         (torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 2, 3, dtype=torch.float64)),
         (torch.ones(1, 2, 3, dtype=torch.bool), torch.full((1, 2, 3), math.nan)),
@@ -250,10 +233,6 @@ def test_a_mask_of_another_model_is_refused(ragged_mask):
     with pytest.raises(LeanKError, match="`num_attention_heads` 8; model `some/model` has 16"):
         check(mask, facts(num_attention_heads=16, head_dim=12))
     check(ChannelMask(ragged_mask()), facts(model_type="qwen2"))
-
-
-def test_a_mask_trained_under_another_rope_is_refused_with_both(ragged_mask):
-    mask = ChannelMask(ragged_mask(), None, provenance())
     with pytest.raises(LeanKError) as caught:
         check(mask, facts(rope_theta=1e6))
     assert '"rope_theta": 10000.0' in str(caught.value)
@@ -275,37 +254,19 @@ def test_plain_tensors_however_stored_are_imported(tmp_path):
     assert load_mask(tmp_path / "m.npy").channel_mask.equal(torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".npy", ".safetensors"])
-def test_bytes_of_a_bool_that_are_neither_0_nor_1_are_refused(tmp_path, suffix):
-    path = write(tmp_path / f"m{suffix}", torch.ones(2, 3, 4, dtype=torch.bool))
-    content = path.read_bytes()
-    at = content.index(b"\1" * 24)
-    path.write_bytes(content[: at + 5] + b"\7" + content[at + 6 :])
-    refused(path, "value 7.0 at [0, 1, 1] is not 0 or 1")
-
-
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
         ("num_hidden_layers", "-1", "`num_hidden_layers` is -1: Input should be greater than or equal to 1"),
         ("num_hidden_layers", "4", "has shape [3, 4, 12], and its header metadata says [4, 4, 12]"),
-        ("head_dim", '"12"', "`head_dim` is '12'"),
         ("num_attention_heads", "3", "`num_attention_heads` is 3, not a multiple of 4"),
         ("model", "x" * 10**5, "`model` is 'xx"),
-        ("rope_parameters", "[]", "`rope_parameters` is []: Input should be"),
         ("rope_parameters", '{"rope_type": "default", "rope_theta": "x"}', "`rope_theta` is 'x'"),
         ("rope_parameters", "[" * 10**5, "header metadata `rope_parameters` is '[["),
-        ("recent_size", "9" * 30, "`recent_size` is 999999"),
         ("recent_size", "NaN", "header metadata `recent_size` is 'NaN', no JSON"),
         ("flush_size", "0", "`flush_size` is 0"),
-        ("sink_size", "true", "`sink_size` is True"),
         ("pruning_ratio_asked", "1.5", "`pruning_ratio_asked` is 1.5"),
-        ("width_multiple", "0", "`width_multiple` is 0"),
-        ("seed", "-1", "`seed` is -1"),
-        ("layers", "[0, 2, 1]", "`layers` is [0, 2, 1], not the ascending numbers of some of 3 layers"),
         ("layers", "[0, 1, 3]", "`layers` is [0, 1, 3], not the ascending numbers of some of 3 layers"),
-        ("key_mean_tokens", "0", "`key_mean_tokens` is 0"),
-        ("held_out", "[]", "`held_out` is []: Input should be"),
         ("held_out", "{}", "`held_out.tasks` is missing"),
         ("versions", '{"torch": 2}', "`versions.torch` is 2: Input should be a valid string"),
     ],

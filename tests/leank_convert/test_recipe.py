@@ -37,8 +37,6 @@ def problems_of(path, overrides=(), **flags):
     [
         # no recipe
         ("", "the file holds no key"),
-        ("# a note alone\n", "the file holds no key"),
-        ("{}", "the file holds no key"),
         ("- 1\n- 2\n", "the file holds a list, not a mapping of keys"),
         # no YAML, or more than is read
         ("seed: 1\nstage1: [", "line 2, column 10: while parsing a flow node"),
@@ -49,23 +47,16 @@ def problems_of(path, overrides=(), **flags):
         ("a: " + "[" * 10**5, "it is nested too deep"),
         ("x: 1\n" * 60_000, "it is larger than 256 KB, which no recipe is"),
         ("seed: 1\nmask: a\0b", "a value cannot be read: unacceptable character #x0000"),
-        ("seed: 0b_", "a value cannot be read: invalid literal for int"),
-        ("mask: !!bool maybe", "a value cannot be read: 'maybe'"),
-        ("1.5: 2", "`1.5` is 1.5: keys should be strings"),
         ("? [a]\n: b", "line 1, column 3: while constructing a mapping, found unhashable key"),
         # values
         ("stage1: 5", "`stage1` is 5: a mapping of keys is needed"),
         ("data: {tasks: retrieval}", "`data.tasks` is 'retrieval': a list is needed"),
-        ("data: {tasks: []}", "`data.tasks` is []: a list of one or more is needed"),
         ("pruning_ratio: [true]", "`pruning_ratio.0` is True: a number is needed, not a truth value"),
         ("pruning_ratio: {x: 0.5}", "`pruning_ratio` is {'x': 0.5}: input should be a valid number"),
-        ("pruning_ratio: 1.0", "`pruning_ratio` is 1.0: input should be less than 1"),
-        ("rounding: up", "`rounding` is 'up': input should be 'nearest' or 'budget'"),
         ("seed: '" + "x" * 10**5 + "'", "`seed` is 'xxx"),
         ("model: {config_overrides: {a: .nan}}", "`model.config_overrides` is {'a': nan}: config.json"),
         # values that contradict one another
         ("pruning_ratio: [" + "0.5, " * 1000 + "]", "names a ratio twice"),
-        ("trackers: [wandb, tensorboard, wandb]", "`trackers` ['wandb', 'tensorboard', 'wandb'] names a"),
         ("data: {min_length: 5000, max_length: 4999}", "`data`: `min_length` 5000 is above `max_length`"),
         ("data: {tasks: [variable_tracking]}", "task `variable_tracking` exists only in `wording: testbed`"),
         ("data: {min_length: 9, max_length: 1152}", "`data.max_length` 1152 leaves nothing to prune between"),
@@ -85,10 +76,6 @@ def problems_of(path, overrides=(), **flags):
             "{method: high-frequency-ratio, max_width: 64}",
             "`max_width` 64 does not go with `method: high-frequency-ratio`, whose heads keep all",
         ),
-        (
-            "{method: high-frequency-ratio, budget: uniform}",
-            "`budget: uniform` does not go with `method: high-frequency-ratio`, whose heads keep",
-        ),
     ],
     ids=lambda value: value[:20],
 )  # fmt: skip
@@ -102,11 +89,7 @@ def test_what_is_no_recipe_is_refused_in_a_sentence(write, text, problem):
     ("text", "unknown", "suggestion"),
     [
         ("stage1: {step: 5}", "stage1.step", "stage1.steps"),
-        ("windows: {sink: 1}", "windows.sink", "windows.sink_size"),
         ("learning_rate: 1", "learning_rate", "stage1.learning_rate"),
-        ("pruning_rato: 1", "pruning_rato", "pruning_ratio"),
-        ("stage_1: 1", "stage_1", "stage1"),
-        ("data: {max_lenght: 1}", "data.max_lenght", "data.max_length"),
         ("zzz: 1", "zzz", None),
     ],
 )
@@ -149,11 +132,6 @@ def test_every_problem_is_told_at_once_with_what_does_not_go_together_and_what_i
 def test_of_very_many_problems_the_first_are_told(write):
     error = problems_of(write("".join(f"k{n}: 1\n" for n in range(1000))))
     assert len(error.problems) == 21 and error.problems[-1] == "… and more"
-
-
-@pytest.mark.parametrize("override", ["seed", "=1", "model.config_overrides.=1", "..=1"])
-def test_an_override_names_a_key(write, override):
-    assert str(problems_of(write("seed: 0"), [override])).endswith("is not of the form `key=value`")
 
 
 @pytest.mark.parametrize(
@@ -274,13 +252,6 @@ def test_resolved_recipe_reads_back_as_itself(write):
     assert again.model_dump() == recipe.model_dump()
     assert again.model.config_overrides["rope_parameters"]["factor"] == 4.0
     assert yaml.safe_load(Recipe(seed=9).text)["seed"] == 9
-
-
-def test_packaged_recipes_are_listed_with_their_first_line():
-    listed = {packaged.name: packaged for packaged in list_recipes()}
-    assert list(listed) == sorted(listed)
-    assert listed["quickstart"].recipe.model.id == "testbed"
-    assert listed["quickstart"].summary.startswith("The shipped model's K cache")
 
 
 # --- methods -----------------------------------------------------------------------------------------------

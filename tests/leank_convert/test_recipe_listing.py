@@ -32,6 +32,8 @@ def test_listing_has_a_row_per_recipe_with_model_context_and_ratio():
 def test_json_listing_has_the_same_facts(run):
     listed = {recipe["name"]: recipe for recipe in json.loads(run("--json").stdout)}
     assert list(listed) == NAMES
+    assert "stage1:" in run("quickstart").stdout
+    assert json.loads(run("quickstart", "--json").stdout)["pruning_ratio"] == 0.7
     assert listed["qwen2.5-7b-instruct-yarn"] == {
         "name": "qwen2.5-7b-instruct-yarn",
         "model": "Qwen/Qwen2.5-7B-Instruct",
@@ -60,15 +62,3 @@ def test_every_key_stands_with_its_description_and_its_choices():
     assert "choices: nearest, budget" in words
     assert "choices: retrieval, multi_value, passkey, variable_tracking" in words
     assert max(map(len, render_keys().splitlines())) <= 110
-
-
-def test_keys_in_json_are_the_schema(run):
-    schema = json.loads(run("--keys", "--json").stdout)
-    assert list(schema["properties"]) == list(Recipe.model_fields)
-    assert schema["properties"]["width_multiple"]["default"] == 32
-
-
-def test_keys_and_a_name_exclude_each_other(run):
-    result = run("quickstart", "--keys")
-    assert result.exit_code == 2
-    assert "`--keys` goes without a recipe's name" in result.stderr

@@ -57,21 +57,14 @@ def test_the_safetensors_package_reads_our_headers(tmp_path):
     ("content", "message"),
     [
         (b"", "is truncated or damaged"),
-        (b"\1\0\0", "is truncated or damaged"),
         (file_of({"a": entry([2], 0, 8)}, b"1234567"), "file not fully covered"),
         (file_of({"a": entry([3], 0, 8)}, b"12345678"), "invalid shape, data type, or offset"),
         (file_of({"a": entry([1], 4, 8)}, b"12345678"), "invalid offset for tensor `a`"),
-        (file_of({"a": entry([1], 0, 4, "F128")}, b"1234"), "unknown variant `F128`"),
-        (file_of({"a": entry([10**200] * 4000, 0, 4)}), "is truncated or damaged"),
         (file_of(b"[" * 10**5), "is truncated or damaged"),
-        (file_of({"__metadata__": {"x": 1}}), "expected a string"),
-        (file_of(b"{}", claim=10**6), "is truncated or damaged"),
         (file_of(b"{}", claim=2**63), "is truncated or damaged"),
         (file_of(b" " * (16 << 20) + b"{}"), "is none of a model's weights"),
         (file_of(b'{"__metadata__": {}, "__metadata__": {}}'), "duplicate field `__metadata__`"),
         (file_of({"": entry([1], 0, 4)}, b"1234"), "'' is not a valid tensor name"),
-        (file_of({"a\n\0": entry([1], 0, 4)}, b"1234"), "is not a valid tensor name"),
-        (file_of({"a" * 10**6: entry([1], 0, 4)}, b"1234"), "is not a valid tensor name"),
     ],
 )
 def test_damaged_and_absurd_files_are_refused_in_a_sentence(tmp_path, content, message):

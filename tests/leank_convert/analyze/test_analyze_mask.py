@@ -94,15 +94,6 @@ def test_an_existing_output_is_left_as_it_is(save, outlying, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
 
 
-def test_output_that_cannot_be_written_leaves_nothing(save, outlying, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("leank_convert.files.os.fsync", fail)
-    assert "No space left on device" in rejected("analyze", save(outlying), "-o", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
-
-
 def test_what_is_no_mask_is_refused_with_a_remedy(tmp_path, source_model):
     (tmp_path / "notes.txt").write_text("no mask")
     for artifact, message in (

@@ -1,11 +1,9 @@
 """What is measured on a model: prompts, correlations, ratios."""
 
-import math
-
 import pytest
 import torch
 
-from leank_convert.analyze.measurement import choose_lengths, correlate, draw_prompts, measure_model
+from leank_convert.analyze.measurement import choose_lengths, draw_prompts, measure_model
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import DataSection
@@ -55,21 +53,6 @@ def test_every_task_is_drawn_as_often_at_every_length(prompts):
     for prompt in prompts:
         assert 0.7 * prompt.length < len(prompt.input_ids) < prompt.length
     assert len({tuple(prompt.input_ids.tolist()) for prompt in prompts}) == len(prompts)
-
-
-def test_correlation_is_pearsons():
-    def pearson(x, y):
-        x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-        covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
-        return covariance / math.sqrt(sum((a - x_mean) ** 2 for a in x) * sum((b - y_mean) ** 2 for b in y))
-
-    vectors = torch.rand(3, 2, 2, 5, generator=torch.Generator().manual_seed(0))
-    table = correlate(list(vectors))
-    for row, x in enumerate(vectors):
-        for column, y in enumerate(vectors):
-            expected = pearson(x.flatten().tolist(), y.flatten().tolist())
-            assert table[row][column] == pytest.approx(expected, abs=1e-12)
-    assert correlate([vectors[0]]) == ((pytest.approx(1),),)
 
 
 def test_tasks_are_compared_over_all_lengths_and_lengths_over_all_tasks(subject, prompts):

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
@@ -19,13 +18,6 @@ def exported(tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "out"
     done("export", "testbed", "--all-channels", "-o", out)
     return out
-
-
-def test_help_says_whole_sentences_of_all_commands():
-    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout
-    lines = shown.split("Commands:\n")[1].splitlines()
-    assert len(lines) == len(main.commands)
-    assert all(line.endswith(".") and "..." not in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +63,6 @@ def test_export_says_which_packaged_mask_it_takes(tmp_path):
     )
 
 
-def test_export_takes_the_recipes_mask(tmp_path, exported):
-    mask = exported / "channel_mask.safetensors"
-    out = tmp_path / "out"
-    options = ["--recipe", "quickstart", "--set", f"mask={mask}"]
-    assert done("export", "testbed", "-o", out, *options) == f"{out}\n"
-
-
 def test_window_flags_reach_the_checkpoint(tmp_path):
     out = tmp_path / "out"
     sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3", "--prune", "deferred"]
@@ -121,26 +106,6 @@ def test_verify_reports_and_its_exit_code_tells(tmp_path, exported, copy_of):
 def test_inspect_reads_an_amount_of_memory(memory, expected):
     facts = json.loads(done("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json"))
     assert (facts["capacity"]["memory_bytes"], facts["capacity"]["tokens"]) == (expected, 8192)
-
-
-def test_inspect_prints_the_recipe_only_when_asked(tmp_path):
-    out = tmp_path / "out"
-    options = ["--mask-only", "--set", "method=static-norm", *SHORT, *CALIBRATION]
-    done("train", "testbed", "-o", out, *options)
-    plain, whole = done("inspect", out), done("inspect", out, "--with-recipe")
-    assert "pruning ratio" in plain and "`--with-recipe` prints" in plain
-    assert "calibration_prompts" not in plain
-    assert "# --set calibration_prompts=2" in whole
-    assert "calibration_prompts=2" in json.loads(done("inspect", out, "--json"))["provenance"]["recipe"]
-
-
-def test_recipes_are_listed_and_printed():
-    names = [recipe["name"] for recipe in json.loads(done("recipes", "--json"))]
-    listed = done("recipes")
-    assert "quickstart" in names
-    assert all(name in listed for name in names)
-    assert "stage1:" in done("recipes", "quickstart")
-    assert json.loads(done("recipes", "quickstart", "--json"))["pruning_ratio"] == 0.7
 
 
 def test_mask_only_training_then_export_into_the_same_folder(tmp_path):

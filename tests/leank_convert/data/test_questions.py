@@ -78,16 +78,6 @@ def test_prefix_is_all_that_the_prompts_share(tokenizer, section, task):
     assert len(sample.prefix_ids) > 0.9 * sample.num_positions
 
 
-def test_the_border_to_the_question_is_found_by_token(unsplit_tokenizer, section):
-    """The document by itself may end in other tokens than within a prompt."""
-    tokenizer = unsplit_tokenizer
-    sample = SampleSource(tokenizer, section(tasks=["retrieval"], questions_per_context=5), seed=0).draw(0)
-    prompt = tokenizer.decode(sample.prompt_ids())
-    document, question = re.fullmatch(r"(.*)(\n\nWhich code .*)", prompt, re.S).groups()
-    apart = [*tokenizer(document)["input_ids"], *tokenizer(question)["input_ids"]]
-    assert sample.prompt_ids().tolist() != apart
-
-
 @every_task
 def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(tokenizer, section, task):
     line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
@@ -104,20 +94,6 @@ def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(to
             length - len(sample.prefix_ids) for length in lengths
         )
         assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in places)
-
-
-def test_a_question_that_takes_more_tokens_in_the_long_text_still_fits(plain_tokenizer, section, monkeypatch):
-    """The length is searched with the question that is longest in the short text."""
-
-    def growing(tokenizer, prompts):
-        encoded = encode_prompts(tokenizer, prompts)
-        others = len(prompts) > 1 and len(encoded[0]) > 2500
-        return [[*row, *row[-1:] * 90] for row in encoded] if others else encoded
-
-    monkeypatch.setattr(source, "encode_prompts", growing)
-    data = section(tasks=["retrieval"], min_length=3000, max_length=3000, questions_per_context=3)
-    sample = SampleSource(plain_tokenizer, data, seed=0).draw(0)
-    assert 2850 < sample.num_positions <= 3000
 
 
 def test_passkeys_are_long_and_anywhere(plain_tokenizer, section):
@@ -185,21 +161,6 @@ def test_a_model_that_thinks_first_is_told_not_to(plain_tokenizer, section):
     plain_tokenizer.chat_template += "{% if enable_thinking is false %}(no thoughts){% endif %}"
     sample = SampleSource(plain_tokenizer, section(), seed=0).draw(0)
     assert plain_tokenizer.decode(sample.prompt_ids()).endswith("(no thoughts)")
-
-
-@pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
-def test_testbed_asks_different_questions_of_one_document(task, testbed_tokenizer):
-    data = DataSection(
-        tasks=[task], wording="testbed", min_length=700, max_length=900, questions_per_context=6
-    )
-    samples = SampleSource(testbed_tokenizer, data, seed=0)
-    samples.check()
-    for index in range(2):
-        sample = samples.draw(index)
-        assert sample.num_positions <= 900
-        prompts = [testbed_tokenizer.decode(sample.prompt_ids(place)) for place in range(6)]
-        assert len({prompt.rpartition(" ; ")[0] for prompt in prompts}) == 1
-        assert len({prompt.rpartition(" ; ")[2] for prompt in prompts}) == 6
 
 
 def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_check(testbed_tokenizer):

@@ -1,11 +1,9 @@
-import contextlib
 import re
 
 import pytest
 from tokenizers import Regex, normalizers
 
 from leank_convert.data import SampleSource
-from leank_convert.data import source as source_module
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
 
@@ -25,27 +23,6 @@ def test_lengths_spread_over_the_whole_range(plain_tokenizer, section):
     lengths = [source.draw(step).num_tokens for step in range(40)]
     assert min(lengths) < 900
     assert max(lengths) > 1900
-
-
-def test_a_context_is_tokenised_few_times_and_once_more_for_each_further_question(
-    plain_tokenizer, section, monkeypatch
-):
-    """What finds the length runs on one question alone."""
-    lengths = []
-    original = source_module.encode_prompts
-
-    def counting(*args):
-        encoded = original(*args)
-        lengths.extend(map(len, encoded))
-        return encoded
-
-    monkeypatch.setattr(source_module, "encode_prompts", counting)
-    data = section(min_length=9000, max_length=9000, questions_per_context=4)
-    source = SampleSource(plain_tokenizer, data, seed=0)
-    for step in range(4):
-        lengths.clear()
-        source.draw(step)
-        assert sum(length > 7000 for length in lengths) <= 4 + 3
 
 
 def test_sample_is_a_function_of_seed_and_step(plain_tokenizer, section):
@@ -111,30 +88,14 @@ def test_an_answer_without_tokens_is_refused(plain_tokenizer, section):
         SampleSource(plain_tokenizer, section(tasks=["retrieval"]), seed=0).check()
 
 
-def test_the_shortest_possible_sample_is_drawn(plain_tokenizer, section):
-    def tight(length):
-        data = section(min_length=length, max_length=length, tasks=["retrieval"])
-        return SampleSource(plain_tokenizer, data, seed=0)
-
-    with pytest.raises(LeanKError) as caught:
-        tight(50).check()
-    length = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
-    with contextlib.suppress(LeanKError):
-        while True:
-            shortest = tight(length).draw(0)
-            length -= 1
-    assert shortest.num_tokens == length + 1
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "{{ raise_exception('roles must alternate') }}",
         "{% for",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         {"tool_use": "{{ messages }}"},
     ],
-    ids=["raises", "syntax", "recursion", "no default"],
+    ids=["raises", "syntax", "no default"],
 )
 def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section, template):
     plain_tokenizer.name_or_path = "a/b"
@@ -150,18 +111,8 @@ def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section
         "<|turn|>user\nHello.</s><|turn|>assistant\n",
         "{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}<|turn|>assistant\n",
         "{{ messages[-1]['content'][:2000] }}<|turn|>assistant\n",
-        "{{ messages[-1]['content'][-2000:] }}<|turn|>assistant\n",
-        "{{ messages[-1]['content'].splitlines()[-1] }}<|turn|>assistant\n",
         # The shortest samples, which `check` draws, pass whole.
         "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n",
-    ],
-    ids=[
-        "ignores it",
-        "takes the first for the system's",
-        "truncates",
-        "keeps the end",
-        "keeps a line",
-        "cuts only long messages",
     ],
 )
 def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenizer, section, template):

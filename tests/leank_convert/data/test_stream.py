@@ -1,8 +1,5 @@
-import contextlib
 import itertools
-import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,20 +8,14 @@ from leank_convert.errors import LeanKError
 
 
 class Numbers:
-    """A source whose samples are their own indices; tells which were drawn, and may be held up or fail."""
+    """A source whose samples are their own indices; tells which were drawn, and may fail."""
 
-    def __init__(self, fails_at=None, waits_from=math.inf):
+    def __init__(self, fails_at=None):
         self.fails_at = fails_at
-        self.waits_from = waits_from
         self.drawn = []
-        self.waiting = threading.Semaphore(0)
-        self.go_on = threading.Event()
         self.news = threading.Condition()
 
     def draw(self, index):
-        if index >= self.waits_from:
-            self.waiting.release()
-            assert self.go_on.wait(60)
         with self.news:
             self.drawn.append(index)
             self.news.notify_all()
@@ -76,32 +67,3 @@ def test_a_failing_draw_is_told_where_its_sample_would_have_come():
         assert [next(stream), next(stream)] == [0, 1]
         with pytest.raises(LeanKError, match="sample 2 cannot be drawn"):
             next(stream)
-
-
-def test_a_failing_draw_of_a_sample_that_is_never_used_is_not_told():
-    source = Numbers(fails_at=1)
-    with stream_samples(source, range(5)) as stream:
-        assert next(stream) == 0
-        assert source.wait_for(1)
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_leaving_early_waits_for_the_draws_under_way_and_starts_no_other(error, num_threads, monkeypatch):
-    source = Numbers(waits_from=1)
-    original = ThreadPoolExecutor.shutdown
-
-    def shutdown(executor, **options):
-        original(executor, **{**options, "wait": False})
-        source.go_on.set()
-        original(executor, **options)
-
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
-    with (
-        contextlib.nullcontext() if error is None else pytest.raises(error),
-        stream_samples(source, itertools.count()) as stream,
-    ):
-        assert next(stream) == 0
-        assert all(source.waiting.acquire(timeout=60) for _ in range(num_threads))
-        if error is not None:
-            raise error
-    assert sorted(source.drawn) == list(range(1 + num_threads))

@@ -98,15 +98,6 @@ def test_several_lengths_are_told_apart_and_added_up():
     assert [(row["length"], row["n"]) for row in result.to_dict()["scores"]] == [(512, 4), (4096, 4)]
 
 
-def test_columns_stand_under_their_titles():
-    long = "per-head-budget-dynamic"
-    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, long: 0.25})]
-    result = comparison(parts, variants=("dense", "pruned", long), measure="exact match")
-    header, row = render_comparison(result).splitlines()[:2]
-    for title, value in (("dense", "100.00%"), ("pruned", "50.00%"), (long, "25.00%")):
-        assert header.index(title) + len(title) == row.index(value) + len(value)
-
-
 def test_every_variants_bytes_stand_beside_its_score():
     used = {"dense": UsedBytes(2000, 2000), "pruned": UsedBytes(1220, 1220), "quest-16": UsedBytes(2120, 600)}
     parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, "quest-16": 0.25})]
@@ -132,32 +123,6 @@ def test_all_three_files_hold_every_cell(tmp_path):
     assert [row["difference"] for row in rows[:2]] == ["", "-0.5"]
     with Image.open(tmp_path / "results.png") as image:
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # bars and text, not a blank sheet
-
-
-def test_the_plot_has_the_tables_units_titles_and_intervals(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "leank_convert.evaluate.comparison.figure_png", lambda draw: drawn.append(draw()) or b"\x89PNG"
-    )
-    result = comparison(outcomes(90, 4, 1, 5), outcomes(9, 1, 0, 0, task="passkey"))
-    write_results(result, tmp_path)
-    (axes,) = drawn[0].axes
-    assert (axes.get_ylabel(), axes.get_ylim()) == ("exact match (%)", (0, 100))
-    assert [label.get_text() for label in axes.get_xticklabels()] == [
-        "retrieval\nn = 100",
-        "passkey\nn = 10",
-        "all tasks\nn = 110",
-    ]
-    dense, pruned, window = axes.containers[0], axes.containers[1], axes.containers[3]
-    titles = [container.get_label() for container in (dense, pruned, window)]
-    assert titles == ["dense", "pruned", "window alone"]
-    assert [bar.get_height() for bar in pruned] == pytest.approx([91, 90, 100 * 100 / 110])
-    (whiskers,) = axes.containers[2].lines[2]
-    for (start, end), score in zip(
-        whiskers.get_segments(), [*result.by_task(2048).values(), result.total], strict=True
-    ):
-        interval = [100 * (score.means["dense"] + end) for end in score.differences["pruned"].interval]
-        assert [start[1], end[1]] == pytest.approx([interval[0], min(100, interval[1])])
 
 
 def test_rows_are_flat_for_a_data_frame():

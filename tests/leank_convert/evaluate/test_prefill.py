@@ -5,7 +5,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate import prefill
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 
 CPU = torch.device("cpu")
@@ -46,12 +45,6 @@ def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     assert masks and all(mask is None for mask in masks)
 
 
-def test_neighbours_of_one_length_run_together_as_far_as_memory_should_hold_them(model, masks, monkeypatch):
-    monkeypatch.setattr(prefill, "_TOKENS_AT_ONCE", 40)
-    run_prefill(model, *pad_left(prompts(30, 17, 17, 17, 1), CPU))
-    assert len(masks) == 4 * model.config.num_hidden_layers
-
-
 def test_a_row_is_what_it_is_alone(model):
     rows = prompts(30, 17, 17, 1)
     together = run_prefill(model, *pad_left(rows, CPU), query_window=WINDOW)
@@ -86,11 +79,6 @@ def test_a_stock_models_row_is_what_it_is_alone(sliding_window, source_model):
     for index, row in enumerate(rows):
         alone = stock_logits(stock, *pad_left([row], CPU))
         torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(masks, source_model):
-    prefill_stock(stock_model(source_model, None), *pad_left(prompts(30, 17, 1), CPU))
-    assert masks and all(mask is None for mask in masks)
 
 
 def stock_logits(model, input_ids, attention_mask):

@@ -76,18 +76,6 @@ def test_what_a_loader_would_take_up_is_refused_by_name(old, name):
     assert caught.value.hint == "move it elsewhere"
 
 
-def test_a_name_that_only_the_new_export_has_is_refused_and_nothing_changed(old, tmp_path):
-    out = old
-    (out / "LICENSE").write_text("mine")
-    with (
-        pytest.raises(LeanKError, match="LICENSE` would count as part"),
-        staged_folder(out, overwrite=True) as partial,
-    ):
-        (partial / "LICENSE").write_text("the model's")
-    assert (out / "LICENSE").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path):
     (tmp_path / "out" / "leank").mkdir(parents=True)
     for name in ("leank/recipe.yaml", "notes.txt", "README.md"):

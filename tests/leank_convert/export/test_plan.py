@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
-from leank_convert.digests import write_digests
+from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.export.plan import plan_edits
 from leank_convert.mask import all_channels_mask
 from leank_convert.verify import verify_checkpoint
-from tests.checks import facts_of, failed
+from tests.checks import bless, facts_of, failed
 from tests.tiny_families import FAMILIES, OPTIONS
 
 LINEAR = [row for row in FAMILIES if "linear_attention" in row.values[0].other_layers]
@@ -48,8 +47,7 @@ def found(tmp_path, edit_json, refused):
         refused(source, mask, tmp_path / "again", message)
         with pytest.raises(LeanKError, match=re.escape(message)):
             check_exportable(source, tmp_path / "again")
-        (out / DIGESTS_NAME).unlink()
-        write_digests(out, {})
+        bless(out)
         details = list(failed(out).values())
         for folder in (source, out):
             (folder / "before.json").rename(folder / "config.json")
@@ -64,10 +62,8 @@ def found(tmp_path, edit_json, refused):
     ("key", "value"),
     [
         ("linear_num_value_heads", 8),
-        ("linear_value_head_dim", 16),
         ("linear_conv_kernel_dim", 8),
         ("linear_num_key_heads", 4),
-        ("linear_key_head_dim", 16),
     ],
 )
 def test_sizes_of_linear_layers_are_those_of_their_tensors(row, key, value, tiny, found):
@@ -83,34 +79,22 @@ EXPERT = "layers.1.mlp.experts.0.down_proj.weight` has shape [32, 24]; config.js
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"intermediate_size": 40}, "has shape [48, 32]; config.json asks for [40, 32]"),
         (
             "llama",
             {"vocab_size": 65},
             "embed_tokens.weight` has shape [64, 32]; config.json asks for [65, 32]",
         ),
         ("llama", {"hidden_act": "prelu"}, "`hidden_act` is 'prelu'"),
-        ("llama", {"hidden_act": "silo"}, "`hidden_act` is 'silo'"),
         ("qwen3", {"attention_bias": True}, "tensor `model.layers.0.self_attn.q_proj.bias` is missing"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "tensor `model.layers.0.mlp.down_proj.weight` is missing"),
-        ("qwen3_moe", {"mlp_only_layers": []}, "tensor `model.layers.1.mlp.experts.0."),
         ("qwen3_next", {"linear_num_value_heads": 3}, "`linear_num_value_heads` 3 is not a multiple of"),
-        ("qwen3_moe", {"mlp_only_layers": 1}, "is refused by transformers: "),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "tensor `model.layers.0.mlp.down_proj.weight` is missing"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "is refused by transformers: "),
-        (
-            "qwen3_moe",
-            {"num_local_experts": 5},
-            "tensor `model.layers.0.mlp.experts.4.",
-        ),
-        ("glm4_moe", {"first_k_dense_replace": 3}, "tensor `model.layers.1.mlp.down_proj.weight` is missing"),
         ("glm4_moe", {"moe_intermediate_size": 48}, EXPERT),
         (
             "hy_v3",
             {"mlp_layer_types": ["dense"] * 3 + ["sparse"]},
             "tensor `model.layers.1.mlp.down_proj.weight` is missing",
         ),
-        ("mixtral", {"intermediate_size": 40}, "has shape [32, 48]; config.json asks for [32, 40]"),
         (
             "gpt_oss",
             {"num_local_experts": 5},

@@ -33,17 +33,6 @@ NEW = {"config.json": '{"leank": "new"}'}
 OLD = {"config.json": '{"leank": "old"}'}
 
 
-def test_an_empty_folder_and_a_training_run_are_taken_over(tmp_path):
-    (tmp_path / "empty").mkdir()
-    stage(tmp_path / "empty")
-    out = write(tmp_path / "out", leank__log="a", leank__deep__state="b", channel_mask_safetensors="c")
-    inode = (out / "leank" / "log").stat().st_ino
-    stage(out)
-    assert content(out) == {**NEW, "leank/log": "a", "leank/deep/state": "b"}
-    assert (out / "leank" / "log").stat().st_ino == inode
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
-
-
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
     out = write(tmp_path / "out", config_json='{"leank": "old"}', leank__log="a")
     with pytest.raises(LeanKError, match="already holds a checkpoint") as caught:
@@ -66,13 +55,6 @@ def test_other_peoples_files_are_never_replaced(tmp_path, overwrite):
     assert content(tmp_path) == {**before, "file": "x"}
 
 
-def test_a_stale_partial_folder_is_cleared(tmp_path):
-    write(tmp_path / "out.partial", shard="half")
-    (tmp_path / "out.partial" / publish.MARKER_NAME).touch()
-    stage(tmp_path / "out")
-    assert content(tmp_path) == {"out/config.json": NEW["config.json"]}
-
-
 @pytest.mark.parametrize(("text", "existing"), [('{"leank": "mine"}', True), ("{}", False)])
 def test_a_folder_of_others_beside_it_is_left_alone(existing, text, tmp_path):
     write(tmp_path / "out.partial", config_json=text)
@@ -84,30 +66,6 @@ def test_a_folder_of_others_beside_it_is_left_alone(existing, text, tmp_path):
             run(tmp_path / "out")
         assert "move" in str(caught.value.hint)
         assert content(tmp_path) == before
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_a_file_that_cannot_be_moved_is_named_and_the_next_run_goes_on(is_removed, tmp_path, monkeypatch):
-    """Unless what had been moved is gone: the rest is no export."""
-    out = write(tmp_path / "out", config_json='{"leank": "old"}', notes="mine")
-    with monkeypatch.context() as patched:
-        replace = publish.Path.replace
-
-        def fail(path, target):
-            if path.name == "config.json":
-                raise OSError(5, "Input/output error", str(path))
-            return replace(path, target)
-
-        patched.setattr(publish.Path, "replace", fail)
-        patched.setattr(publish, "write_atomically", lambda path, text: path.write_bytes(text))
-        with pytest.raises(LeanKError, match=r"config\.json` cannot be put in place: .* nothing loads"):
-            stage(out, overwrite=True, weights_safetensors="new")
-    assert content(out) == {"notes": "mine", "weights.safetensors": "new"}
-    if is_removed:
-        (out / "weights.safetensors").unlink()
-    recover(out)
-    new = {} if is_removed else {"out/config.json": NEW["config.json"], "out/weights.safetensors": "new"}
-    assert content(tmp_path) == {"out/notes": "mine", **new}
 
 
 KILLED = """
@@ -181,14 +139,6 @@ def test_a_swap_killed_at_any_moment_is_finished_or_undone_and_no_file_is_lost(t
     assert int(num_results) == 2
 
 
-def test_recovery_leaves_what_no_export_touched(tmp_path):
-    recover(tmp_path / "a" / "out")
-    assert list(tmp_path.iterdir()) == []
-    write(tmp_path / "out", thesis="x")
-    recover(tmp_path / "out")
-    assert content(tmp_path) == {"out/thesis": "x"}
-
-
 def test_of_two_at_once_the_second_is_refused_and_disturbs_nothing(tmp_path):
     write(tmp_path / "out", config_json='{"leank": "old"}')
     with staged_folder(tmp_path / "out", overwrite=True) as partial, ThreadPoolExecutor(1) as other:
@@ -220,18 +170,33 @@ def test_of_many_that_race_one_wins_and_the_others_leave_nothing(tmp_path):
             assert content(folder) == {"out/config.json": f'{{"leank": "{won.index(True)}"}}'}
 
 
-def test_a_link_beside_it_is_not_followed(tmp_path):
-    elsewhere = write(tmp_path / "elsewhere", thesis="x")
-    (elsewhere / publish.MARKER_NAME).touch()
-    (tmp_path / "out.partial").symlink_to(elsewhere)
-    with pytest.raises(LeanKError, match=r"`.*out\.partial` is in the way"):
-        stage(tmp_path / "out")
-    assert content(elsewhere)["thesis"] == "x"
-
-
 def test_a_link_to_a_folder_stays_a_link(tmp_path):
     (tmp_path / "disk" / "real").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
     stage(tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
     assert content(tmp_path / "disk") == {"real/config.json": NEW["config.json"]}
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_file_that_cannot_be_moved_is_named_and_the_next_run_goes_on(is_removed, tmp_path, monkeypatch):
+    """Unless what had been moved is gone: the rest is no export."""
+    out = write(tmp_path / "out", config_json='{"leank": "old"}', notes="mine")
+    with monkeypatch.context() as patched:
+        replace = publish.Path.replace
+
+        def fail(path, target):
+            if path.name == "config.json":
+                raise OSError(5, "Input/output error", str(path))
+            return replace(path, target)
+
+        patched.setattr(publish.Path, "replace", fail)
+        patched.setattr(publish, "write_atomically", lambda path, text: path.write_bytes(text))
+        with pytest.raises(LeanKError, match=r"config\.json` cannot be put in place: .* nothing loads"):
+            stage(out, overwrite=True, weights_safetensors="new")
+    assert content(out) == {"notes": "mine", "weights.safetensors": "new"}
+    if is_removed:
+        (out / "weights.safetensors").unlink()
+    recover(out)
+    new = {} if is_removed else {"out/config.json": NEW["config.json"], "out/weights.safetensors": "new"}
+    assert content(tmp_path) == {"out/notes": "mine", **new}

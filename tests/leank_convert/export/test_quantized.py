@@ -256,11 +256,6 @@ REFUSED = {
         tensors={K_PROJ: None, f"{K_PROJ}_packed": torch.ones(32, 8).int()},
     ),
     "no scale": Refused("and its scale is missing", tensors={f"{ATTENTION}.v_proj.weight_scale": None}),
-    "no scale of what stays": Refused(
-        "`model.layers.0.mlp.up_proj.weight` is quantized by `compressed-tensors`, and its scale is missing",
-        tensors={"model.layers.0.mlp.up_proj.weight_scale": None},
-    ),
-    "no weight": Refused("v_proj.weight` is missing", tensors={f"{ATTENTION}.v_proj.weight": None}),
     "a dtype of another layout": Refused(
         "which stores it in U8, several elements to a number", tensors={K_PROJ: torch.ones(32, 32).byte()}
     ),
@@ -269,9 +264,6 @@ REFUSED = {
     ),
     "a known method": Refused(
         "quantized by `awq`, which packs several weights into one", keys={"quant_method": "awq"}
-    ),
-    "an unknown method": Refused(
-        "stores weights in a layout that is not known here", keys={"quant_method": "new"}
     ),
     "no method": Refused("without a `quant_method`", keys={"quant_method": ...}),
     "a cache": Refused(

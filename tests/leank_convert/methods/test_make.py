@@ -1,7 +1,5 @@
 """Masks without training, and with stage 1 alone: what is chosen, what is left behind, what is refused."""
 
-from importlib import import_module
-
 import pytest
 import torch
 import yaml
@@ -14,8 +12,6 @@ from leank_convert.methods import METHODS, Method, calibration
 from leank_convert.methods.make import train_mask, train_masks
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import Recipe
-from leank_convert.train.forecast import forecast
-from leank_convert.train.loop import check_run
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory
@@ -128,16 +124,6 @@ def test_mask_recipe_and_report_are_left_and_a_checkpoint_of_them_verifies(
     assert (out / "leank" / "recipe.yaml").exists()
 
 
-@pytest.mark.parametrize("method", ["static-norm", "random"])
-def test_every_asked_ratio_gets_its_mask(make_one, tmp_path, method):
-    masks = make_one(method, pruning_ratio=(0.25, 0.5))
-    assert list(masks) == [tmp_path / "out" / "ratio-0.25", tmp_path / "out" / "ratio-0.5"]
-    assert [mask.pruning_ratio for mask in masks.values()] == [0.25, 0.5]
-    assert [mask.provenance.pruning_ratio_asked for mask in masks.values()] == [0.25, 0.5]
-    for folder in masks:
-        assert (folder / "leank" / "recipe.yaml").exists()
-
-
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(make_one, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(LeanKError, match=r"`mask` is 'a.pth': nothing is to be trained"):
@@ -158,22 +144,6 @@ def test_masks_that_are_there_are_not_replaced(make_one):
     make_one("random", "several", pruning_ratio=(0.25, 0.5))
     with pytest.raises(LeanKError, match=r"ratio-0.25.*exists"):
         make_one("random", "several", pruning_ratio=(0.25, 0.5))
-
-
-def test_nothing_is_resumed_planned_or_shared_where_nothing_is_trained(
-    short_recipe, retriever_folder, tmp_path
-):
-    recipe, out = short_recipe(method="random"), tmp_path / "out"
-    with pytest.raises(LeanKError, match="`method: random` trains nothing") as caught:
-        train_masks(retriever_folder, out, recipe=recipe, resume=True, progress=False)
-    assert "leave `--resume` out" in caught.value.hint
-    with pytest.raises(LeanKError, match="`method: random` trains nothing") as caught:
-        forecast(retriever_folder, recipe)
-    assert "without `--dry-run`" in caught.value.hint
-    with pytest.raises(LeanKError, match="nothing that 2 processes could share") as caught:
-        check_run(recipe, 2)
-    assert "start one process" in caught.value.hint
-    assert not out.exists()
 
 
 def toy_score(calibration):
@@ -199,12 +169,3 @@ def test_scores_of_another_shape_are_refused(short_recipe, retriever_folder, tmp
     monkeypatch.setattr(f"{__name__}.toy_score", lambda calibration: torch.ones(2, 16))
     with pytest.raises(LeanKError, match=r"`method: flat` gives scores of shape \[2, 16\].*\[2, 2, 16\]"):
         train_mask(retriever_folder, tmp_path, recipe=short_recipe(method="flat"), progress=False)
-
-
-@pytest.mark.parametrize("row", METHODS.values(), ids=lambda row: row.name)
-def test_every_row_trains_something_or_names_a_function(row):
-    assert METHODS[row.name] is row
-    assert bool(row.trains) != bool(row.score)
-    if row.score:
-        module, _, name = row.score.partition(":")
-        assert callable(getattr(import_module(module), name))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -106,47 +104,6 @@ def test_onnxruntime_multiplies_by_the_cache_where_it_lies(family, exported, tmp
     assert all(operators == {"FusedMatMul"} for operators in readers.values()), readers
 
 
-def test_a_step_makes_no_copy_of_the_cache_in_the_host(exported):
-    session = exported().load().start()
-    session.feed([tokens(4000)])
-    session.feed([[5]])
-    tracemalloc.start()
-    try:
-        for step in range(9):  # two flushes
-            session.feed([[5 + step]])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < session.cache_bytes / 20
-
-
-def test_a_cache_whose_growth_ran_out_of_memory_goes_on(exported, monkeypatch):
-    model = exported().load()
-    whole, failing = model.start(), model.start()
-    for session in (whole, failing):
-        session.feed([tokens(83)])  # room for 128 pruned tokens after it, 74 of them taken
-    allocate, allocated = failing.cache._new_pruned, []
-
-    def fail_once(*sizes):
-        allocated.append(sizes)
-        if len(allocated) == 2:
-            raise MemoryError
-        return allocate(*sizes)
-
-    monkeypatch.setattr(failing.cache, "_new_pruned", fail_once)
-    failures = 0
-    for token in tokens(80, 1):
-        expected = whole.feed([[token]])
-        try:
-            logits = failing.feed([[token]])
-        except MemoryError:
-            failures += 1
-            logits = failing.feed([[token]])
-        assert np.array_equal(logits[0], expected[0])
-    assert failures == 1
-    assert whole.lengths.tolist() == failing.lengths.tolist() == [163]
-
-
 def test_sessions_of_one_model_do_not_mix(exported):
     model = exported("Qwen2").load()
     alone = [model.start(), model.start()]
@@ -196,17 +153,6 @@ def test_a_row_without_a_turn_keeps_the_token_that_ended_its_answer(exported):
     expected = reference.feed([[], [second[2], *tokens(5, 3)]], all_logits=True)
     assert [len(row) for row in logits] == [0, 6]
     assert np.array_equal(logits[1], expected[1])
-
-
-def test_a_long_turn_in_chunks_is_as_many_turns(exported):
-    model = exported().load()
-    one, many = model.start(), model.start()
-    turn = tokens(26, 1)
-    for session in (one, many):
-        session.feed([tokens(20)])
-    expected = [many.feed([turn[start : start + 10]], all_logits=True)[0] for start in (0, 10, 20)]
-    (logits,) = one.feed([turn], prompt_chunk=10, all_logits=True)
-    assert np.array_equal(logits, np.concatenate(expected))
 
 
 def test_equal_seeds_draw_equal_tokens_and_the_least_top_p_or_temperature_is_greedy(exported):

@@ -1,13 +1,12 @@
 """A mask's numbers, against counts by hand."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.masks import find_by_name
 from leank_convert.report.distribution import analyze_mask
 
 
@@ -95,22 +94,12 @@ def test_even_masks_have_no_outliers_and_whole_numbers(shape, kept):
     assert json.loads(json.dumps(found.to_dict()))["empty_share"] == float(not kept)
 
 
-def find_real(name):
-    """One of the two masks that were published with the paper; they lie outside the repository."""
-    folders = (os.environ.get("LEANK_MASKS"), Path(__file__).parents[4] / "shared/masks")
-    found = [Path(folder, name) for folder in folders if folder and Path(folder, name).exists()]
-    if not found:
-        pytest.skip(f"no mask `{name}` here: set LEANK_MASKS to its folder")
-    return found[0]
-
-
 @pytest.mark.parametrize(
     ("name", "pair", "empty", "heads"),
-    [("llama-3.1-8b-instruct.pth", 22, 47, 256), ("qwen2.5-7b-instruct.pth", 31, 35, 112)],
-    ids=["llama", "qwen"],
+    [("llama-3.1-8b-instruct-70", 22, 47, 256), ("qwen2.5-7b-instruct-70", 31, 35, 112)],
 )
-def test_real_masks_have_the_outlier_that_the_paper_names_and_no_other(name, pair, empty, heads):
-    found = analyze_mask(load_mask(find_real(name)))
+def test_masks_of_the_authors_have_the_outlier_that_the_paper_names_and_no_other(name, pair, empty, heads):
+    found = analyze_mask(load_mask(find_by_name(name)))
     assert [outlier.pair for outlier in found.outliers] == [pair]
     (outlier,) = found.outliers
     assert outlier.kept > 1.5 * outlier.neighbours

@@ -93,12 +93,6 @@ def test_bars_of_bytes_are_what_is_kept_and_what_is_saved():
     assert whole == [cache.key_dense, cache.value_dense, 2 * cache.key_dense]
 
 
-def test_correlations_are_written_into_their_cells():
-    axes = drawn(figures.draw_correlation, [[1, 0.25], [0.25, 1]], ["one", "other"], "Between tasks")
-    assert [text.get_text() for text in axes.texts] == ["1.000", "0.250", "0.250", "1.000"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "other"]
-
-
 def test_ratios_are_drawn_by_head_and_against_width():
     ratios = torch.tensor([[0.25, 0.5], [0.75, 1.5]])
     axes = drawn(figures.draw_ratio_by_head, ratios)
@@ -136,14 +130,3 @@ def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(ratio):
     assert (list(reached.get_xdata()), list(reached.get_ydata())) == ([7, 8], [ratio] * 2)
     assert set(asked.get_ydata()) == {0.7}
     assert len(axes.get_legend().get_texts()) == 3
-
-
-@pytest.mark.parametrize("ground", ["#ffffff", "#14171c"], ids=["white", "the dark page"])
-def test_text_stands_out(ground):
-    def luminance(colour):
-        parts = [int(to_hex(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    lighter, darker = sorted([luminance(ground), luminance(figures.STYLE["text.color"])], reverse=True)
-    assert (lighter + 0.05) / (darker + 0.05) > 3

@@ -1,4 +1,4 @@
-"""The model that ships: its files, and that it answers from the middle of its context."""
+"""The model that ships: its files, its tokenizer, and that it answers from the middle of its context."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Iterable
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.testbed import MODEL_DIR
-from leank_convert.testbed.tasks import MAX_TOKENS, TASKS, VOCABULARY, Sample, build_sample
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, Sample, build_sample
 
 SINK_SIZE, RECENT_SIZE = 16, 64
 HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(MODEL_DIR)
+@pytest.fixture
+def tokenizer(testbed_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return testbed_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +54,6 @@ def test_weights_are_small_and_bfloat16():
     assert path.stat().st_size <= 8 * 1024 * 1024
     with safe_open(path, framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
-
-
-def test_shape_leaves_pruning_a_choice(model):
-    config = model.config
-    assert config.model_type == "llama"
-    assert config.num_attention_heads > config.num_key_value_heads
-    assert config.num_hidden_layers * config.num_key_value_heads >= 16
-    assert config.head_dim in (64, 128)
-    assert config.vocab_size == len(VOCABULARY)
-    assert config.max_position_embeddings == MAX_TOKENS
-
-
-def test_generation_ends_at_the_end_token(model, tokenizer):
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_written_figures_are_complete_and_as_claimed():
@@ -104,3 +89,24 @@ def test_nothing_is_answered_from_the_windows_alone(model, tokenizer, task):
                 answer.append(logits[:, -1:].argmax(-1))
                 logits = model(input_ids=answer[-1], **{CACHE: cache}).logits
         assert decode(tokenizer, torch.cat(answer, 1)[0]) != sample.answer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_text_survives_the_round_trip(tokenizer, task):
+    sample = build_sample(task, random.Random(0), 512)
+    for text in (sample.prompt, sample.answer):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert len(ids) == len(text.split())
+        assert tokenizer.decode(ids) == text
+
+
+def test_template_writes_a_question_and_its_answer(tokenizer):
+    question = {"role": "user", "content": "goze 17 42 ; find goze"}
+    answer = {"role": "assistant", "content": "goze 17 42"}
+    asked = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    told = tokenizer.apply_chat_template([question, answer], tokenize=False)
+    assert asked == "<|begin|><|user|> goze 17 42 ; find goze <|end|><|assistant|>"
+    assert told == f"{asked} goze 17 42 <|end|>"
+    ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+    words = [BEGIN, USER, "goze", "17", "42", ";", "find", "goze", END, ASSISTANT]
+    assert tokenizer.convert_ids_to_tokens(ids) == words

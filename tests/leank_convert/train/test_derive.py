@@ -1,6 +1,5 @@
 """Recipes for models without a packaged one: the rules, what fits a GPU, and runs that they repeat."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -157,14 +156,6 @@ def test_a_run_goes_on_by_the_recipe_that_was_derived_when_it_began(instructed, 
     assert done.exit_code == 2
     assert "recipe: stage1.steps was `2`, is `3`" in done.stderr
     assert train_mask(instructed, out, resume=True, progress=False).channel_mask.shape == (2, 2, 16)
-
-
-def test_a_dry_run_shows_the_recipe_and_writes_nothing(instructed, tmp_path):
-    done = train(instructed, "-o", tmp_path / "out", "--dry-run", "--json", *SETTINGS)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["steps"] == 3
-    assert "sink_size: 16" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model, edit_json):

@@ -1,19 +1,23 @@
-"""Methods with gates of heads: what is learned and kept, alone and with channels of the other heads."""
+"""Gates of heads: what is learned and kept, alone and with channels of the other heads, and their files."""
 
 import json
+import logging
 
 import pytest
 import torch
 
+from leank_convert.architectures import read_model_facts
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_masks
+from leank_convert.recipe import Recipe
 from leank_convert.report import mask_report
 from leank_convert.train import loop
 from leank_convert.train.attention import Student
 from leank_convert.train.forecast import forecast
+from leank_convert.train.gates import load_pattern, save_pattern
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
@@ -121,12 +125,6 @@ def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
     assert not TrainingDirectory(tmp_path / "out").state.exists()
 
 
-def test_a_learned_pattern_imports_to_the_same_mask(make, tmp_path):
-    learned = make("learned", pruning_ratio=0.5)
-    imported = make("imported", pruning_ratio=0.5, heads={"pattern": str(tmp_path / "learned/leank/heads")})
-    assert torch.equal(imported.channel_mask, learned.channel_mask)
-
-
 def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(
     make, tmp_path, read_log, write_pattern
 ):
@@ -142,24 +140,6 @@ def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_lear
     assert [row["stage"] for row in rows] == [0] * 5 + [1] * 7 + [2] * 6
     # Of two heads that are shut from the beginning, their factors are 0.
     assert rows[5]["mean_factor"] == 0.5
-
-
-def test_channels_are_learned_with_streaming_heads_that_see_no_middle(make, write_pattern, monkeypatch):
-    seen = []
-    student = Run._student
-
-    def record(run, phase):
-        seen.append(student(run, phase))
-        return seen[-1]
-
-    monkeypatch.setattr(Run, "_student", record)
-    make(**{**BOTH, "heads": {"pattern": write_pattern([[0.2, 1.0], [0.9, 0.1]])}})
-    assert len(seen) == 13
-    for one in seen[:7]:
-        assert one.sees_middle.tolist() == [[False, True], [True, False]]
-    for one in seen:
-        assert not one.sees_middle[0, 0] and not one.sees_middle[1, 1]
-        assert one.gates is None
 
 
 def test_a_share_that_leaves_no_head_is_refused_before_a_step(make, tmp_path):
@@ -197,3 +177,92 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
     assert torch.equal(read_pattern(tmp_path / "killed"), read_pattern(tmp_path / "whole"))
     assert without_times(read_log(tmp_path / "killed")) == without_times(read_log(tmp_path / "whole"))
     assert torch.equal(load_state(killed.state).gates, load_state(whole.state).gates)
+
+
+# As numpy writes it: two layers of three heads, one number below 0 and one above 1.
+GATES = (
+    "-9.584426879882812500e-05\t5.585937500000000000e-01\t1.000000000000000000e+00\n"
+    "1.015625000000000000e+00\t0.000000000000000000e+00\t7.343750000000000000e-01\n"
+)
+CONFIG = {"model_name": "models/M", "lr": 0.02, "sink_size": 128, "recent_size": 256}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "full_attention_heads.tsv").write_text(GATES)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def load(folder):
+    """Reads the folder's gates for a model of so many layers and KV heads."""
+
+    def run(layers=2, heads=3, **changes):
+        recipe = Recipe(method="duo-attention", heads={"pattern": str(folder)}, **changes)
+        config = {
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "num_attention_heads": 12,
+            "num_key_value_heads": heads,
+            "hidden_size": 96,
+            "vocab_size": 10,
+        }
+        facts = read_model_facts(config, origin="tiny")
+        return load_pattern(recipe, facts)
+
+    return run
+
+
+def test_gates_are_read_by_layer_and_head_and_clamped(load):
+    gates = load()
+    assert gates.dtype == torch.float32
+    assert gates[..., 0].tolist() == [[0.0, 0.55859375, 1.0], [1.0, 0.0, 0.734375]]
+
+
+def test_a_saved_pattern_reads_back_with_the_same_bits(load, folder):
+    gates = torch.rand(4, 2, 1)
+    save_pattern(gates, Recipe().windows, folder)
+    assert torch.equal(load(4, 2), gates)
+    assert json.loads((folder / "config.json").read_text()) == {"sink_size": 128, "recent_size": 1024}
+
+
+def test_a_single_layer_or_head_keeps_its_shape(load, folder):
+    (folder / "full_attention_heads.tsv").write_text("0.5\t1.0\n")
+    assert load(1, 2).shape == (1, 2, 1)
+    (folder / "full_attention_heads.tsv").write_text("0.5\n1.0\n")
+    assert load(2, 1).shape == (2, 1, 1)
+
+
+def test_another_models_pattern_is_refused(load):
+    with pytest.raises(LeanKError, match=r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
+        load(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("full_attention_heads.tsv", None, "No such file"),
+        ("full_attention_heads.tsv", " \n", "it is empty"),
+        ("full_attention_heads.tsv", "0.5\t1\t1\n0.5\n", "columns"),
+        ("full_attention_heads.tsv", "0.5\tnan\t1\n0\t0\t0\n", "a gate is not finite"),
+        ("config.json", None, "No such file"),
+        ("config.json", '{"sink_size": 4}', "there is no key 'recent_size'"),
+        ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is `-4`"),
+    ],
+)
+def test_files_of_another_form_are_refused_by_name(load, folder, name, text, reason):
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(LeanKError, match=rf"{name}` of `heads.pattern` cannot be read: .*{reason}") as caught:
+        load()
+    assert "attn_patterns" in caught.value.hint
+
+
+@pytest.mark.parametrize(("recent_size", "warns"), [(256, False), (255, True)])
+def test_smaller_windows_than_a_pattern_was_learned_with_are_told(load, caplog, recent_size, warns):
+    with caplog.at_level(logging.WARNING, logger="leank_convert"):
+        load(windows={"sink_size": 128, "recent_size": recent_size})
+    assert ("`windows.recent_size` is 255" in caplog.text) == warns
+    assert bool(caplog.records) == warns

@@ -94,14 +94,6 @@ def test_answers_are_counted(check):
         ({"steps": [step(1, 0.01), step(2, 1.1)]}, r"ended with a loss of 1.1e\+00, .* 1.0e-02"),
         ({"method": "random", "contexts": "D" * 16}, "lower `pruning_ratio`, or take a method that trains"),
     ],
-    ids=[
-        "lost answers",
-        "lost without stage 2",
-        "incapable model",
-        "no effect",
-        "jump",
-        "lost by a method without training",
-    ],
 )
 def test_what_is_far_off_is_told_with_what_to_change(check, case, told):
     (warning,) = check(**case).warnings
@@ -113,27 +105,12 @@ def test_what_is_far_off_is_told_with_what_to_change(check, case, told):
     "case",
     [
         {},
-        {"contexts": ["BBB-"] * 16},
-        {"contexts": ["BBBB"] * 15 + ["D" * 40]},
+        {"contexts": ["BBB-"] * 16},  # no answer in full
         {"contexts": "B" * 13 + "DDD"},
-        {"contexts": "B" * 8 + "DDDDDPPP"},
         {"contexts": ["B" * 60] * 12 + ["D" + "B" * 59] * 4},
         {"loss": 0.0, "kept": True},
         {"steps": [step(1, 0.01), step(2, 0.9)]},
         {"steps": [step(1, 0.01), step(2, 9.0, 0.5)]},
-        {"steps": [step(2, 9.0)]},
-    ],
-    ids=[
-        "all well",
-        "no answer in full",
-        "one context",
-        "chance",
-        "both ways",
-        "little",
-        "nothing pruned",
-        "no jump",
-        "another ratio's",
-        "stage 2 alone",
     ],
 )
 def test_what_is_not_far_off_is_not_warned_of(check, case):
@@ -199,9 +176,6 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
     ("change", "told"),
     [
         (lambda good: [good], r"`held_out` is \[\{.*: Input should be an object"),
-        (lambda good: {}, "`held_out.tasks` is missing"),
-        (lambda good: good | {"dense": 1.5}, "`held_out.dense` is 1.5: Input should be less than"),
-        (lambda good: good | {"tokens": {"count": 5, "dense": 1.0}}, "`held_out.tokens.pruned` is missing"),
         (
             lambda good: good | {"warnings": ["a" * 10**6]},
             "`held_out.warnings.0` is 'aaa.{,120}: String should",
@@ -211,15 +185,6 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
 def test_a_result_that_makes_no_sense_is_refused(finished, tmp_path, change, told):
     with pytest.raises(LeanKError, match=told):
         load_mask(change_held_out(finished, tmp_path, change))
-
-
-def test_a_result_from_before_tokens_were_counted_is_shown(finished, tmp_path):
-    path = change_held_out(
-        finished, tmp_path, lambda good: {key: good[key] for key in good if key != "tokens"}
-    )
-    found = load_mask(path).provenance.held_out
-    assert found.tokens is None and found.shares.endswith("of 2 held-out answers")
-    assert found.render() in render_inspection(inspect_artifact(path))
 
 
 def change_held_out(finished, folder, change):

@@ -8,12 +8,11 @@ from transformers import DynamicCache
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
-from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.mask import load_mask
 from leank_convert.methods.statistics import attention_of
-from leank_convert.train import held_out, key_mean, run
+from leank_convert.train import key_mean
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.model import find_model, load_model
-from leank_convert.train.ranks import Ranks
 from leank_convert.train.state import TrainingDirectory, load_state
 
 
@@ -84,36 +83,6 @@ def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask
     assert load_state(TrainingDirectory(tmp_path).state).key_mean is None
     # What is left of keys is what is learned on.
     assert not torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
-
-
-def test_a_resumed_run_does_not_measure_again(
-    train_one, finished_mask, short_recipe, tmp_path, fail_at, monkeypatch
-):
-    with fail_at(run.Run, "advance", 5, LeanKError("enough")), pytest.raises(LeanKError, match="enough"):
-        train_one(short_recipe(), tmp_path)
-    monkeypatch.setattr(run, "measure_keys", lambda *_, **__: pytest.fail("keys were measured again"))
-    mask = train_one(short_recipe(), tmp_path, resume=True)
-    assert torch.equal(mask.key_mean, finished_mask.key_mean)
-    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
-    assert mask.provenance == finished_mask.provenance
-
-
-def test_held_out_samples_are_answered_by_centred_keys(load, short_recipe, finished_mask, monkeypatch):
-    loaded, _ = load()
-    given = []
-
-    def compare(*_, key_mean, **__):
-        given.append(key_mean)
-        raise LeanKError("seen")
-
-    monkeypatch.setattr(held_out, "compare_answers", compare)
-    for mask in (finished_mask, ChannelMask(finished_mask.channel_mask)):
-        with pytest.raises(LeanKError, match="seen"):
-            held_out.check_held_out(
-                loaded, short_recipe(), {0.7: mask}, Ranks(torch.device("cpu")), (), progress=False
-            )
-    assert torch.equal(given[0], finished_mask.key_mean.float())
-    assert given[1] is None
 
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])

@@ -196,18 +196,6 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     torch.testing.assert_close(teacher, stock, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stored_keys_are_centred_in_single_precision_and_rounded_once(dtype):
-    model, sample = build("gpt_oss", dtype), draw_sample(20, ONE)
-    mean, size = draw_key_mean(), len(sample.prefix_ids)
-    plain = run_context_pass(model, sample.prefix_ids)
-    centred = run_context_pass(model, sample.prefix_ids, StoredContext(size, key_mean=mean))
-    # Of the first layer, whose input does not depend on attention.
-    expected = (plain.load(0)[0].float() - mean[0][:, None]).to(dtype)
-    assert torch.equal(centred.load(0)[0], expected)
-    assert torch.equal(centred.load(0)[1], plain.load(0)[1])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("num_context", "offload"), [(41, False), (48, True), (49, True)])
 def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, offload, monkeypatch):
@@ -242,11 +230,6 @@ def test_a_rotary_embedding_that_grows_with_the_length_is_that_of_the_whole_cont
     whole = store()
     monkeypatch.setattr(passes, "BLOCK_SIZE", 16)
     torch.testing.assert_close(store(), whole)
-
-
-def test_attention_without_a_pass_says_what_is_missing():
-    with pytest.raises(TypeError, match="needs `leank_pass`"):
-        build("llama").base_model(torch.zeros(1, 5, dtype=torch.long), use_cache=False)
 
 
 @pytest.mark.parametrize("windows", [Windows(5, 8), Windows(70, 20), Windows(4, 300)])

@@ -109,7 +109,9 @@ def test_what_is_refused_is_told_once(name, message, ended):
     assert not out.exists()
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(short_recipe):
+def test_what_cannot_be_shared_is_refused(short_recipe):
+    with pytest.raises(LeanKError, match="nothing that 2 processes could share"):
+        check_run(short_recipe(method="random"), 2)
     with pytest.raises(LeanKError, match="`batch_size` 3 cannot be shared evenly by 2 processes"):
         check_run(short_recipe(batch_size=3), 2)
 

@@ -111,32 +111,6 @@ def test_equals_naive_attention_whatever_the_regions(num_context, questions):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("num_context", "questions"), PACKS)
-def test_gradients_equal_those_of_naive_attention(num_context, questions, offload):
-    case, windows = Case(num_context, questions), Windows(3, 5)
-    sees = torch.tensor([True, False])
-    p = case.num_context
-    for seeing in (None, sees):
-        gradients = []
-        for function in (lambda **given: case.split(offload=offload, **given), case.naive):
-            leaves = [t.clone() for t in case.tensors()]
-            following = [leaf[:, :, p:].clone().requires_grad_() for leaf in leaves[1:3]]
-            leaves[1:3] = (
-                torch.cat([whole[:, :, :p], own], 2)
-                for whole, own in zip(leaves[1:3], following, strict=True)
-            )
-            query, factors = leaves[0].requires_grad_(), leaves[3].requires_grad_()
-            function(windows=windows, sees=seeing, tensors=leaves).square().sum().backward()
-            found = [leaf.grad for leaf in (query, *following, factors)]
-            gradients.append([torch.zeros(()) if grad is None else grad for grad in found])
-        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
-        if seeing is not None and p > 10:
-            # The head that does not see the middle gives its factors no gradient.
-            assert torch.equal(gradients[0][3][1], torch.zeros(8, dtype=torch.float64))
-            assert (gradients[0][3][0] != 0).all()
-
-
 def test_low_precision_inputs_are_attended_in_float32():
     case = Case(200, [(0, 4)], head_dim=64, dtype=torch.float32)
     query, key, value, factors = case.tensors()

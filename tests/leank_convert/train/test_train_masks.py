@@ -1,7 +1,6 @@
 """A whole short run: what it leaves behind, and what it refuses."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,10 +9,7 @@ import yaml
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
-from leank_convert.methods import make
-from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import load_recipe
 from leank_convert.train import passes, selection
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory, load_state
@@ -67,27 +63,6 @@ def test_log_has_a_row_per_step_of_both_stages(finished, short_recipe, read_log,
     # Half of stage 1's rate, and each stage with its own ramp.
     assert rows[3]["learning_rate"] == pytest.approx(0.1)
     assert rows[-1]["learning_rate"] == pytest.approx(0.05 / 1.2)
-
-
-def test_heads_that_leave_and_enter_are_logged(train_one, read_log, short_recipe, tmp_path, monkeypatch):
-    """Head 0.1 is made to lose its channels in stage 2's second step and to have them back in the third."""
-    calls = 0
-
-    def scripted(factors, **_):
-        nonlocal calls
-        calls += 1
-        mask = torch.ones(factors.shape, dtype=torch.bool)
-        # Calls: set-up, stage 2's beginning, then one after each step.
-        if calls == 4:
-            mask[0, 1] = False
-        return mask
-
-    monkeypatch.setattr(selection, "select_channels", scripted)
-    train_one(short_recipe(stage1={"steps": 0}), tmp_path)
-    rows = read_log(tmp_path)
-    assert [row["heads_leaving"] for row in rows] == ["", "0.1", "", "", "", ""]
-    assert [row["heads_entering"] for row in rows] == ["", "", "0.1", "", "", ""]
-    assert [row["empty_heads"] for row in rows] == [0, 1, 0, 0, 0, 0]
 
 
 def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
@@ -170,15 +145,3 @@ def test_mask_of_a_checkpoint_is_left_to_the_export(
     (out / "config.json").unlink()
     train_one(recipe, out, resume=True)
     assert torch.equal(load_mask(path).channel_mask, finished_mask.channel_mask)
-
-
-def test_the_recipe_is_an_object_a_file_a_name_or_the_models_own(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(make, "train", lambda model, recipe, *_, **__: asked.append(recipe) or sys.exit())
-    recipe = load_recipe("quickstart")
-    (tmp_path / "mine.yaml").write_text("seed: 7\n")
-    for given in (recipe, "quickstart", None, tmp_path / "mine.yaml"):
-        with pytest.raises(SystemExit):
-            train_masks("testbed", tmp_path / "out", recipe=given)
-    assert asked[:3] == [recipe] * 3
-    assert asked[3].seed == 7
