@@ -11,8 +11,8 @@ from contextlib import contextmanager
 class LeanKError(Exception):
     """A mistake or a fault in one sentence, with a remedy where there is one.
 
-    `str(error)` is the message; from Python 3.11 on a traceback shows the hint below it. The command line
-    prints ``error: <message>`` and, where a hint is given, ``hint: <hint>``, and leaves with `exit_code`.
+    `str(error)` is the message. The command line prints ``error: <message>`` and, where a hint is given,
+    ``hint: <hint>``, and leaves with `exit_code`.
 
     Args:
         message: What is wrong; names the file, tensor or key, and the value.
@@ -23,7 +23,6 @@ class LeanKError(Exception):
     def __init__(self, message: str, hint: str | None = None, exit_code: int = 2) -> None:
         super().__init__(message)
         self.hint = hint
-        self.__notes__ = [f"hint: {hint}"] if hint else []
         self.exit_code = exit_code
 
 
