@@ -38,12 +38,6 @@ class Codec:
         """Round number by number, where scales are given by these."""
         return states.to(self.dtype) if scale is None else as_bytes(quantise(states, scale))
 
-    def reread(self, states: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return numbers as they are read once they were rounded, in the dtype in which they come."""
-        if scale is None:
-            return states
-        return (quantise(states, scale).float() * scale).to(states.dtype)
-
     def gather(self, states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Bring channels into lanes as `gather_lanes` does, and fill lanes of padding."""
         return gather_lanes(states, index).masked_fill((index < 0)[:, None], 0)

@@ -37,6 +37,11 @@ def quantise(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (states.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8)
 
 
+def reread(states: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return numbers as they are read once they were stored, by scales or as they come."""
+    return states if scale is None else (quantise(states, scale).float() * scale).to(states.dtype)
+
+
 def as_bytes(pool: torch.Tensor) -> torch.Tensor:
     """Return FP8 numbers as the bytes that they are, others as they are: few operators know FP8."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool

@@ -10,7 +10,7 @@ import torch
 
 from .codec_leank import Codec
 from .constants_leank import Constants, centre
-from .fp8_leank import as_bytes
+from .fp8_leank import as_bytes, reread
 from .layout_leank import ChunkLayout, gather_lanes, head_index
 
 POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
@@ -141,11 +141,8 @@ class StoreTensors(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
         if self.coded is None:  # every number is rounded by itself, wherever it will lie
-            codec = Codec(self.kept_keys.dtype)
             key_mean, *scales = (None if own is None else own[:, None] for own in self.constants)
-            tokens = centre(keys, key_mean), values
-            read = (codec.reread(*each) for each in zip(tokens, scales, strict=True))
-            return next(read), next(read)
+            return reread(centre(keys, key_mean), scales[0]), reread(values, scales[1])
         (num_rows, num_tokens), device = keys.shape[:2], keys.device
 
         def scratch(pool: torch.Tensor) -> torch.Tensor:
