@@ -34,7 +34,6 @@ TOLERANCE = 2.0
 # The precision that results are held to.
 EXACT = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _MAX_CHECKED_ROWS = 16
-_PIECE = 4096  # tokens that are rounded at a time
 
 
 def finite(value: float) -> float | None:
@@ -176,14 +175,9 @@ class FilledLayer:
     def as_stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as the cache gives them back: how far it rounds them is no fault of attention's.
 
-        Keys lack their mean where the cache takes one off, all of them. A piece of the tokens at a time: the
-        cache lays each out several times over, and a graph that is captured beside a large case needs memory.
+        Keys lack their mean where the cache takes one off, all of them.
         """
-        rounded = torch.empty_like(keys), torch.empty_like(values)
-        for start in range(0, keys.shape[2], _PIECE):
-            piece = (..., slice(start, start + _PIECE), slice(None))
-            for whole, part in zip(rounded, self._store.rounded(keys[piece], values[piece]), strict=True):
-                whole[piece] = part
+        rounded: tuple[Tensor, Tensor] = self._store.rounded(keys, values)
         return rounded
 
     def attend(self) -> Tensor:

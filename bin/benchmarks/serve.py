@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -51,6 +52,8 @@ for line in sys.stdin:
     main(parser.parse_args(json.loads(line)))
     print({_DONE!r}, flush=True)
 """
+# How vLLM's log names the attention that it took, by itself or as it was told.
+_ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 _WHOLE = partial(number, digits=0)
 _COLUMNS: dict[str, Column] = {
@@ -165,8 +168,10 @@ def _measure_side(
     began = time.monotonic()
     with _client() as client, _server(folder, side["options"], log) as server:
         side |= server.read_size()
+        named = _ATTENTION.findall(log.read_text(errors="replace"))
+        side["attention"] = named[-1] if named else "its only attention"
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
-        report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
+        report.line(f"{name}: {size}, {side['attention']}, started in {time.monotonic() - began:.0f} s")
         for load in loads:
             server.warm_up(load)
             run = server.measure(load, client)
