@@ -197,10 +197,7 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
             "so here"
         )
     if isinstance(config.get("text_config"), Mapping):
-        return (
-            "its text model is part of a larger one (`text_config`), and only text models are converted: "
-            "save it as one by examples/text_model.py"
-        )
+        return "its text model is part of a larger one (`text_config`), and of a kind that is not converted"
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.files import read_json
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, is_name, read_header
+from leank_convert.text_part import find_whole, read_text_part, text_name
 
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -91,12 +92,14 @@ class Checkpoint:
         config: The parsed config.json.
         shards: The shards' headers by file name, in the order of the index.
         index: The parsed index, None for a single file.
+        whole: The `model_type` of a larger model, whose text model this is; None for a model of its own.
     """
 
     folder: Path
     config: Mapping[str, Any]
     shards: Mapping[str, SafetensorsHeader]
     index: Mapping[str, Any] | None
+    whole: str | None = None
 
     @property
     def num_data_bytes(self) -> int:
@@ -154,8 +157,10 @@ def find_companions(folder: Path) -> tuple[dict[str, Path], list[str]]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's config.json, without what would make transformers load anything else.
 
+    Of a larger model that of its text model.
+
     Raises:
-        LeanKError: If there is none, or it is not a JSON object.
+        LeanKError: If there is none, it is not a JSON object, or a larger model's, which is quantized.
     """
     path = folder / CONFIG_NAME
     if not folder.exists():
@@ -163,7 +168,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         hint = _other_layout_hint(folder) or "name the folder of a model in Hugging Face's layout"
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
-    return {key: value for key, value in read_json(path).items() if key not in LOADING_KEYS}
+    config = read_json(path)
+    config = read_text_part(config, path) or config
+    return {key: value for key, value in config.items() if key not in LOADING_KEYS}
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -217,7 +224,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     refuse_adapter(folder)
     # The order in which transformers looks.
     if single.is_file():
-        return Checkpoint(folder, config, {SINGLE_FILE_NAME: read_header(single)}, None)
+        return _as_text(Checkpoint(folder, config, {SINGLE_FILE_NAME: read_header(single)}, None))
     index = read_json(index_path)
     weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -254,7 +261,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if tensor in holder:
                 raise LeanKError(f"`{folder}`: tensor `{tensor}` is in both `{holder[tensor]}` and `{name}`")
             holder[tensor] = name
-    return Checkpoint(folder, config, shards, index)
+    return _as_text(Checkpoint(folder, config, shards, index))
+
+
+def _as_text(checkpoint: Checkpoint) -> Checkpoint:
+    """Return of a larger model its text model, of any other what it is."""
+    whole = find_whole(checkpoint.folder)
+    if whole is None:
+        return checkpoint
+    renamed = {name: header.rename(text_name) for name, header in checkpoint.shards.items()}
+    shards = {name: header for name, header in renamed.items() if header.tensors}
+    return replace(checkpoint, shards=shards, whole=whole)
 
 
 def refuse_adapter(folder: Path) -> None:

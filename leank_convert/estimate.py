@@ -13,11 +13,11 @@ from typing import Any
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
-from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json, user_path
 from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
 from leank_convert.hub import TESTBED, download_file, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
+from leank_convert.text_part import read_text_part
 from leank_convert.windows import Windows, derive_windows
 
 # The paper's.
@@ -57,7 +57,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         LeanKError: If it cannot be converted.
     """
     config = read_json(config_file)
-    text = _read_text_part(config)
+    text = read_text_part(config, config_file)
     config = text or config
     facts = read_model_facts(config, origin=str(config_file))
     is_local = str(path) != TESTBED and Path(path).exists()
@@ -101,23 +101,13 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     }
 
 
-def _read_text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of a larger model's text model, None where there is no larger one."""
-    text = config.get("text_config")
-    # A tuple: what stands there need not be hashable.
-    if config.get("model_type") in (*ARCHITECTURES,) or not isinstance(text, Mapping):
-        return None
-    # The whole says the dtype of its parts.
-    return {"dtype": config.get("dtype") or config.get("torch_dtype"), **text}
-
-
 def list_estimate_rows(facts: Mapping[str, Any]) -> list[Row]:
     """List what `estimate_model` found in rows for a person."""
     cache = facts["bytes_per_token"]
     layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
     rows = [("model", f"{facts['path']} ({facts['model_type']}), not converted")]
     if facts["part_of_larger"]:
-        rows.append(("", "a part of a larger model: examples/text_model.py saves it"))
+        rows.append(("", "the text model of a larger one, which also reads images"))
     shape = f"{layers} layers, {heads} KV heads, head_dim {facts['head_dim']}"
     rows.append(("shape", f"{shape}, {facts['positions']:,} positions"))
     if facts["layers"]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -23,13 +23,17 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor's entry in a header; `start` and `stop` count from the end of the header."""
+    """One tensor's entry in a header; `start` and `stop` count from the end of the header.
+
+    `stored_name` is what the file calls it, where that is not `name`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    stored_name: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +61,12 @@ class SafetensorsHeader:
     def num_data_bytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def rename(self, name_of: Callable[[str], str | None]) -> SafetensorsHeader:
+        """Return the header with other names, without the tensors that have none."""
+        named = ((name_of(name), tensor) for name, tensor in self.tensors.items())
+        tensors = {new: replace(tensor, name=new, stored_name=tensor.name) for new, tensor in named if new}
+        return replace(self, tensors=tensors)
 
 
 def read_header(path: Path) -> SafetensorsHeader:

@@ -14,6 +14,7 @@ from leank_convert.cli.options import (
     mask_options,
     out_option,
     overwrite_option,
+    text_model_option,
 )
 
 
@@ -33,6 +34,7 @@ from leank_convert.cli.options import (
 )
 @device_option
 @overwrite_option
+@text_model_option
 @hub_options
 def export(
     model: str,
@@ -96,6 +98,7 @@ def export(
     help="Version of the ONNX operators.",
 )
 @overwrite_option
+@text_model_option
 def export_onnx(model: str, out: Path, mask_path: str | None, **choices: Any) -> None:
     """Write MODEL's pruned ONNX graph, with a host for onnxruntime that needs no PyTorch.
 
@@ -116,9 +119,11 @@ def check_choices(
     *,
     recipe_name: str | None,
     overrides: tuple[str, ...],
+    no_text_model: bool,
     **choices: Any,
 ) -> dict[str, Any]:
     """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found."""
+    check_text_model(model, no_text_model)
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
@@ -134,6 +139,15 @@ def check_choices(
 
         recipe = require_recipe(recipe_name, model, run=out, overrides=overrides)  # before torch is imported
     return {**choices, "recipe": recipe, "overrides": overrides}
+
+
+def check_text_model(model: str, refused: bool) -> None:
+    """Refuse a model that also reads images where that was asked for."""
+    if refused:
+        from leank_convert.hub import resolve_model
+        from leank_convert.text_part import refuse_whole
+
+        refuse_whole(resolve_model(model))
 
 
 def check_hub_options(base_model: str | None, repo_id: str | None, private: bool) -> None:

@@ -9,7 +9,12 @@ from typing import Any
 
 import click
 
-from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
+from leank_convert.cli.export import (
+    check_hub_options,
+    check_text_model,
+    finish_export,
+    quiet_transformers,
+)
 from leank_convert.cli.options import (
     SEED,
     FiniteRange,
@@ -19,6 +24,7 @@ from leank_convert.cli.options import (
     recipe_option,
     results_option,
     set_option,
+    text_model_option,
     window_options,
 )
 
@@ -48,6 +54,7 @@ from leank_convert.cli.options import (
     help="Print steps, tokens, memory and time by one measured context; train nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON document.")
+@text_model_option
 @hub_options
 def train(
     model: str,
@@ -64,6 +71,7 @@ def train(
     base_model: str | None,
     repo_id: str | None,
     private: bool,
+    no_text_model: bool,
     **flags: Any,
 ) -> None:
     """Learn MODEL's channel mask and write its pruned checkpoint.
@@ -82,6 +90,7 @@ def train(
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     check_hub_options(base_model, repo_id, private)
+    check_text_model(model, no_text_model)
     flags["pruning_ratio"] = pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None
     given = {
         f"windows.{key}" if key.endswith("_size") else key: value

@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from leank_convert._runtime.configuration_leank import read_settings
@@ -31,6 +31,7 @@ from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import read_block
 from leank_convert.prune import apply_mask
+from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -113,7 +114,11 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if find_whole(folder) is not None:
+            config = read_config(folder)
+            options["config"] = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model: Any = load_from(AutoModelForCausalLM, folder, **options)
     except ImportError as error:  # of what reads quantized weights
         raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # by what it is that is damaged; of a config.json of as many kinds as keys

@@ -296,6 +296,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
         chats=has_chat_template(
             read_tokenizer_config(checkpoint.folder), find_companions(checkpoint.folder)[0]
         ),
+        whole=checkpoint.whole,
     )
 
 

@@ -80,7 +80,7 @@ vLLM serves the checkpoint where leank-convert is installed with its extra `vllm
   channels.
 - Prompts are read densely, so the first token takes as long as with the dense model.
 - Static and offloaded caches are refused, and so is transformers' continuous batching.
-{adapters}
+{images}{adapters}
 ## Accuracy
 
 {accuracy}{tried}
@@ -146,6 +146,8 @@ _OF_NAMED = """\
 Not measured when this checkpoint was written. The mask was made for {model}, as which this model's
 config.json names it; evaluated: {evaluated}."""
 
+_IMAGES = "- It reads no images: it is the text model of a larger one, whose `model_type` is {whole}.\n"
+
 _CHANGE = "# --set "  # how training notes what changed a recipe
 _RECIPE = """
 ## Recipe
@@ -171,6 +173,7 @@ def build_model_card(
     licence: Mapping[str, str] | None = None,
     tried: str | None = None,
     chats: bool = False,
+    whole: str | None = None,
 ) -> str:
     """Build a checkpoint's README.md.
 
@@ -188,6 +191,7 @@ def build_model_card(
         licence: `license`, `license_name` and `license_link` of the model, those that are known.
         tried: What came of the trial of a cache of a dtype of its own, a sentence without its full stop.
         chats: Whether the model has a chat template.
+        whole: The `model_type` of the larger model whose text model it is, if it is one.
     """
     held_out = known.held_out
     # Of another model or other windows it says nothing about this checkpoint.
@@ -225,6 +229,7 @@ def build_model_card(
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
+        images=_IMAGES.format(whole=escaped(whole)) if whole else "",
         adapters=_ADAPTERS.format(name=title) if _moves_heads(mask) else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),

@@ -35,6 +35,7 @@ from leank_convert.mask import (
 from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe, require_recipe
+from leank_convert.text_part import warn_of_images
 from leank_convert.windows import Windows
 
 MaskLike = ChannelMask | str | Path | None
@@ -128,6 +129,7 @@ def open_source(
     folder = resolve_model(model)
     refuse_overlap(folder, out)
     checkpoint = open_checkpoint(folder)
+    warn_of_images(folder)
     config = apply_config_overrides(checkpoint.config, config_overrides or {})
     return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
 

@@ -23,6 +23,7 @@ from leank_convert.families import Architecture
 from leank_convert.leank_block import read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.mask_tensor import in_checkpoint_order
+from leank_convert.text_part import load_from
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -136,7 +137,8 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     refuse_quantized(config, folder)
     stock: Any = getattr(transformers, architecture.causal_lm_class)
     values = {**config, "model_type": architecture.model_type}
-    model = stock.from_pretrained(
+    model = load_from(
+        stock,
         folder,
         config=getattr(transformers, architecture.config_class).from_dict(values),
         dtype=DTYPES[dtype],

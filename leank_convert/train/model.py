@@ -24,6 +24,7 @@ from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import ModelSection, Recipe
+from leank_convert.text_part import load_from, warn_of_images
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
@@ -93,6 +94,7 @@ def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
         LeanKError: As `find_model`.
     """
     checkpoint = open_checkpoint(resolve_model(model))
+    warn_of_images(checkpoint.folder)
     config = apply_config_overrides(checkpoint.config, section.config_overrides)
     facts = read_model_facts(config, origin=str(checkpoint.folder / CONFIG_NAME))
     return ModelFiles(str(model), checkpoint, facts, config)
@@ -165,7 +167,8 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
     except Exception as error:  # whatever transformers stumbles upon in a value
         raise _refused_config(error, recipe, name) from error
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = load_from(
+            AutoModelForCausalLM,
             files.checkpoint.folder,
             config=built,
             trust_remote_code=False,

@@ -36,6 +36,7 @@ from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
+from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
 from leank_convert.verify.checks import Checks
 
@@ -61,7 +62,7 @@ def compare_with_source(
     if edits is not None:
         for name, header in original.shards.items():
             written = checkpoint.shards[name].path
-            holds(f"source: {name}", partial(_compare_shard, header.path, written, edits))
+            holds(f"source: {name}", partial(_compare_shard, header, written, edits))
     holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
     if (checkpoint.folder / DIGESTS_NAME).exists():  # else transformers wrote them anew
         holds("source: companions", lambda: _compare_companions(checkpoint.folder, original.folder))
@@ -155,13 +156,13 @@ def _compare_headers(
     return edits, f"{num_tensors} tensors in the same files"
 
 
-def _compare_shard(source: Path, written: Path, edits: Mapping[str, TensorEdit]) -> str:
+def _compare_shard(source: SafetensorsHeader, written: Path, edits: Mapping[str, TensorEdit]) -> str:
     permuted, total = 0, 0
-    with safe_open(source, "pt") as ours, safe_open(written, "pt") as others:
-        for name in ours.keys():  # noqa: SIM118, as it is no mapping
+    with safe_open(source.path, "pt") as ours, safe_open(written, "pt") as others:
+        for name, tensor in source.tensors.items():
             edit = edits.get(name)
             try:
-                same = _equal(ours.get_tensor(name), others.get_tensor(name), edit)
+                same = _equal(ours.get_tensor(tensor.stored_name or name), others.get_tensor(name), edit)
             except SafetensorError as error:  # of a dtype that torch has not
                 raise LeanKError(f"tensor `{name}` cannot be compared: {first_line(error)}") from error
             if not same:

@@ -11,14 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert import export_checkpoint, train_mask
-from leank_convert.hub import resolve_model
 from leank_convert.testbed.tasks import build_sample
-from tests.tiny_families import OPTIONS
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RECIPE = """\
@@ -33,40 +28,6 @@ stage1: {steps: 2}
 stage2: {steps: 1}
 """
 MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
-
-
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-MULTIMODAL = {
-    "gemma3": (
-        "Gemma3",
-        {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
-        {"mm_tokens_per_image": 1},
-    ),
-    "qwen3_5": (
-        "Qwen3_5",
-        {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
-        {},
-    ),
-}
-
-
-def multimodal(family):
-    """A tiny random model of texts and images."""
-    stem, vision, further = MULTIMODAL[family]
-    config = getattr(transformers, f"{stem}Config")(
-        text_config={**SIZES, **OPTIONS[f"{family}_text"]},
-        vision_config={"hidden_size": 32, "intermediate_size": 64, **vision},
-        **further,
-    )
-    return getattr(transformers, f"{stem}ForConditionalGeneration")(config)
 
 
 @pytest.fixture(scope="module")
@@ -126,20 +87,6 @@ def test_serve_answers_through_the_openai_client(run, checkpoint):
         port = free.getsockname()[1]
     sample = build_sample("retrieval", random.Random(0), 512)
     assert sample.answer in run("serve.py", checkpoint, "--port", port)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_the_text_model_of_a_multimodal_one_answers_as_the_whole_and_converts(run, tmp_path, family):
-    whole = multimodal(family).eval()
-    whole.save_pretrained(tmp_path / "whole")
-    AutoTokenizer.from_pretrained(resolve_model("testbed")).save_pretrained(tmp_path / "whole")
-    run("text_model.py", "whole", "-o", "text")
-    out = export_checkpoint("text", None, "out", all_channels=True, sink_size=4, recent_size=8)
-    converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
-    assert converted.config.model_type == f"leank_{family}_text"
-    ids = torch.randint(3, 200, (1, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(converted(ids).logits, whole(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -1,0 +1,143 @@
+"""The text model of a model that also reads images is converted where it lies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from leank_convert.checkpoint_io import open_checkpoint
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.loading import load_evaluated
+from leank_convert.export import export_checkpoint
+from leank_convert.hub import resolve_model
+from leank_convert.recipe import Recipe
+from leank_convert.train.model import load_model, open_model
+from leank_convert.verify import verify_checkpoint
+from tests.tiny_families import OPTIONS
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MULTIMODAL = {
+    "gemma3": (
+        "Gemma3",
+        {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"mm_tokens_per_image": 1},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+        {},
+    ),
+}
+
+
+def multimodal(family):
+    """A tiny random model of texts and images."""
+    stem, vision, further = MULTIMODAL[family]
+    config = getattr(transformers, f"{stem}Config")(
+        text_config={**SIZES, **OPTIONS[f"{family}_text"]},
+        vision_config={"hidden_size": 32, "intermediate_size": 64, **vision},
+        **further,
+    )
+    return getattr(transformers, f"{stem}ForConditionalGeneration")(config)
+
+
+@pytest.fixture(params=MULTIMODAL)
+def whole(request, tmp_path):
+    """A model of texts and images, and its folder."""
+    torch.manual_seed(0)
+    model, folder = multimodal(request.param).eval(), tmp_path / "whole"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_model("testbed")).save_pretrained(folder)
+    return model, folder
+
+
+def split(folder, name_of=lambda name: name):
+    """Store tensors of images in a shard of their own, and all by the names that `name_of` gives."""
+    tensors = {name_of(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    weight_map = {
+        name: f"model-0000{1 + ('language_model' in name or 'lm_head' in name)}-of-00002.safetensors"
+        for name in tensors
+    }
+    for file in sorted(set(weight_map.values())):
+        own = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def logits(model):
+    ids = torch.randint(3, 200, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one file", "shards"])
+def test_its_checkpoint_answers_as_the_whole_and_holds_no_images(whole, is_split, tmp_path, caplog):
+    model, folder = whole
+    if is_split:
+        split(folder)
+    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    assert "also reads images: its text model alone is converted" in caplog.text
+    converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
+    torch.testing.assert_close(logits(converted), logits(model))
+    (shard,) = open_checkpoint(out).shards.values()
+    assert not any("vis" in name or "projector" in name for name in shard.tensors)
+    assert f"`model_type` is {model.config.model_type}" in (out / "README.md").read_text()
+    assert verify_checkpoint(out, source=folder).ok
+    AutoTokenizer.from_pretrained(out, config=converted.config)
+
+
+def test_names_of_either_age_of_files_are_read(whole, tmp_path):
+    model, folder = whole
+
+    def older(name):
+        if "lm_head" in name:
+            return f"language_model.{name.removeprefix('language_model.')}"
+        return name.replace("model.language_model.", "language_model.model.")
+
+    split(folder, older)
+    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
+    torch.testing.assert_close(logits(converted), logits(model))
+
+
+def test_it_is_trained_and_evaluated_from_the_whole_folder(whole, tmp_path):
+    model, folder = whole
+    recipe = Recipe()
+    trained = load_model(open_model(folder, recipe.model), recipe, torch.device("cpu"))
+    expected = model.model.language_model.state_dict()
+    torch.testing.assert_close(dict(trained.model.model.state_dict()), dict(expected))
+    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    evaluated = load_evaluated(folder, torch.device("cpu"), mask=out / "channel_mask.safetensors")
+    torch.testing.assert_close(logits(evaluated.dense), logits(model))
+
+
+@pytest.mark.parametrize("whole", ["gemma3"], indirect=True)
+def test_it_is_refused_where_that_is_asked_for_or_it_is_quantized(whole, tmp_path, capsys):
+    _, folder = whole
+    for command in (["export", "--all-channels"], ["train"], ["export-onnx", "--all-channels"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, str(folder), "-o", str(tmp_path / "out"), "--no-text-model"])
+        assert ended.value.code == 2
+        assert "is a 'gemma3', which also reads images" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(LeanKError, match="`quantization_config` is of a larger model"):
+        export_checkpoint(folder, None, tmp_path / "out", all_channels=True)
