@@ -8,6 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import click
@@ -51,7 +54,8 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; with `--debug` errors keep their tracebacks."""
         try:
-            return super().invoke(ctx)
+            with _announced():
+                return super().invoke(ctx)
         except LeanKError as error:
             if ctx.params.get("debug"):
                 raise
@@ -69,6 +73,19 @@ class Group(click.Group):
                 raise
             print_error(refusal)
             ctx.exit(refusal.exit_code)
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    """Say on a terminal that a command loads something, where it has not ended after a second."""
+    timer = Timer(1, click.echo, ["loading torch, transformers and the files"], {"err": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _restate_file_error(error: Exception) -> LeanKError | None:

@@ -30,6 +30,11 @@ from leank_convert.cli.options import (
     help="Centre keys: measure their mean on the recipe's data, where the mask has none. --kv-dtype does so.",
 )
 @click.option(
+    "--adapter",
+    metavar="LORA",
+    help="Convert this LoRA of MODEL for the checkpoint, too, to OUT/adapter: see `leank-convert adapter`.",
+)
+@click.option(
     "--force", is_flag=True, help="With --kv-dtype: write a checkpoint whose cache loses answers, too."
 )
 @device_option
@@ -42,6 +47,7 @@ def export(
     mask_path: str | None,
     kv_dtype: str | None,
     key_mean: bool,
+    adapter: str | None,
     force: bool,
     device: str | None,
     base_model: str | None,
@@ -59,6 +65,10 @@ def export(
     options = check_choices(model, out, mask_path, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
+    if adapter is not None:  # what is wrong with it is said before the checkpoint is written
+        from leank_convert.export.adapter import check_adapter, convert_adapter
+
+        check_adapter(adapter, out / "adapter")
     if kv_dtype is not None or key_mean:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -70,6 +80,8 @@ def export(
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
+    if adapter is not None:
+        click.echo(convert_adapter(adapter, out, out / "adapter"))
     finish_export(out, repo_id, private)
 
 

@@ -60,16 +60,11 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         LeanKError: If the adapter is no LoRA, does not fit the model, was converted before or holds something
             that has no order of heads known here; or if one cannot be read, or `out` not be written.
     """
-    folder, origin, out = resolve_model(adapter), resolve_model(checkpoint), check_folder(Path(out))
-    if out.exists() and any(out.iterdir()):
-        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
+    out, origin = Path(out), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
-    settings = _read_settings(folder)
-    header = read_header(folder / ADAPTER_WEIGHTS_NAME)
-    if "leank" in header.metadata:
-        raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    settings, header = check_adapter(adapter, out)
     edits = _plan(header, facts, leank["head_permutation"], str(origin / CONFIG_NAME))
     order = json.dumps({"head_permutation": leank["head_permutation"]}, separators=(",", ":"))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +81,22 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
         new.replace(out)
     return out
+
+
+def check_adapter(adapter: str | Path, out: Path) -> tuple[dict[str, Any], SafetensorsHeader]:
+    """Check what can be known of an adapter without the checkpoint; return its settings and its header.
+
+    Raises:
+        LeanKError: As `convert_adapter`.
+    """
+    if check_folder(out).exists() and any(out.iterdir()):
+        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
+    folder = resolve_model(adapter)
+    settings = _read_settings(folder)
+    header = read_header(folder / ADAPTER_WEIGHTS_NAME)
+    if "leank" in header.metadata:
+        raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    return settings, header
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 import errno
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -33,6 +35,21 @@ def test_help_imports_no_heavy_library(arguments):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Usage:" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_terminal_is_told_that_a_slow_command_loads():
+    code = (
+        "import time, click\nfrom leank_convert.cli import main\n"
+        "@main.command()\ndef slow():\n    time.sleep(3)\n    print('done')\nmain(['slow'])"
+    )
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, check=True
+    )
+    assert os.read(ours, 1000).decode().strip() == "loading torch, transformers and the files"
+    assert done.stdout == "done\n"
+    quiet = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not quiet.stderr
 
 
 def test_debug_shows_the_traceback(tmp_path):
