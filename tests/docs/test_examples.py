@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import random
 import runpy
 import socket
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from leank_convert import export_checkpoint, train_mask
 from leank_convert.testbed.tasks import build_sample
@@ -87,6 +89,18 @@ def test_serve_answers_through_the_openai_client(run, checkpoint):
         port = free.getsockname()[1]
     sample = build_sample("retrieval", random.Random(0), 512)
     assert sample.answer in run("serve.py", checkpoint, "--port", port)
+
+
+def test_the_notebook_runs_from_top_to_bottom_and_is_stored_without_results(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            assert not cell["outputs"] and cell["execution_count"] is None
+    assert torch.equal(names["pruned"], names["dense"])
+    assert {row["variant"] for row in names["found"].to_rows()} >= {"dense", "pruned"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
