@@ -37,6 +37,7 @@ from leank_convert._runtime.layout_leank import order_channels
 from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
+from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
@@ -228,6 +229,8 @@ class _LeanKForCausalLM:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
+        if vllm_config.lora_config is not None:
+            check_adapters()
         vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
         vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
@@ -322,12 +325,12 @@ class _LeanKForCausalLM:
             names.add(name)
             # Of quantized weights there is one rank, which has all heads in order, and not all that belongs
             # to them has a part for each head.
-            yield name, tensor if self._quantized else self._with_ordered_heads(name, tensor)
+            yield name, tensor if self._quantized else self.with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
             # Of a model with experts some layers may have none.
             _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
 
-    def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
         part = next((part for part in name.split(".") if part in _HEADS), "")
         head_dim = self._settings.head_dim

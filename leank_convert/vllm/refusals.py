@@ -89,12 +89,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if drafts is not None and drafts.method not in _DRAFTS:
         yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
     ranks = parallel.tensor_parallel_size
-    reordered = any(order != sorted(order) for order in block.get("head_permutation", ()))
-    if vllm_config.lora_config is not None and (ranks > 1 or reordered):
-        yield (
-            "--enable-lora: heads are in another order than in the model that an adapter was made for; merge "
-            "it into that model's weights, then convert them"
-        )
     if ranks > 1 and vllm_config.quant_config is not None:
         yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
     found = _version_of("tilelang")

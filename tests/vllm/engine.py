@@ -1,7 +1,8 @@
 """Runs of vLLM's engine in a process of their own: `python engine.py JSON` prints a line of JSON for each.
 
 The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and
-`rounds`: how many of them are answered at once, time after time; null is all. Counters go on from run to run.
+`rounds`: how many of them are answered at once, time after time; null is all. `adapters` among the options is
+the folder of each prompt's LoRA adapter, null without one. Counters go on from run to run.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 
 def count_running(scheduler):
@@ -26,6 +28,8 @@ def count_running(scheduler):
 
 def run(asked):
     """Answer the prompts and say what it took."""
+    folders = asked["options"].pop("adapters", [None] * len(asked["prompts"]))
+    adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
     llm = LLM(
         enforce_eager=True,
         disable_log_stats=False,
@@ -43,7 +47,7 @@ def run(asked):
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
     said = {"answers": [], "cached": [], "running": [], "preemptions": []}
     for count in asked["rounds"]:
-        outputs = llm.generate(prompts[:count], sampling, use_tqdm=False)
+        outputs = llm.generate(prompts[:count], sampling, use_tqdm=False, lora_request=adapters[:count])
         said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
         said["cached"].append([output.num_cached_tokens for output in outputs])
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}

@@ -121,14 +121,14 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
         for block, states in zip(blocks, heads, strict=True)
     ]
     name = f"model.layers.0.self_attn.{weight}"
-    assert model._with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
+    assert model.with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
     of_one_rank = object.__new__(_LeanKForCausalLM)
     of_one_rank.__dict__.update(
         model.__dict__, _pages=SimpleNamespace(heads=((range(4),) * 2,), widths=((),) * 2)
     )
     del of_one_rank.__dict__["_head_orders"]
     whole = torch.cat(blocks)
-    assert of_one_rank._with_ordered_heads(name, whole) is whole
+    assert of_one_rank.with_ordered_heads(name, whole) is whole
 
 
 def test_what_has_no_heads_stays_as_it_is():
@@ -136,7 +136,7 @@ def test_what_has_no_heads_stays_as_it_is():
     model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), True
     for name in ("self_attn.q_norm.weight", "self_attn.o_proj.bias", "mlp.up_proj.weight"):
         shared = torch.randn(16)
-        assert model._with_ordered_heads(f"model.layers.0.{name}", shared) is shared
+        assert model.with_ordered_heads(f"model.layers.0.{name}", shared) is shared
 
 
 def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
@@ -144,7 +144,7 @@ def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
     model = object.__new__(_LeanKForCausalLM)
     model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), False
     with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
-        model._with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
+        model.with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
 
 
 def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():

@@ -82,14 +82,6 @@ def options(**changes):
         ),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
-        ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora: heads"),
-        (
-            {
-                "model_config__hf_config__leank": {"head_permutation": [[0, 1], [1, 0]]},
-                "lora_config": object(),
-            },
-            "--enable-lora: heads",
-        ),
         ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
@@ -105,8 +97,6 @@ def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
     check_options(options(load_config__load_format="sharded_state"))
-    as_it_was = {"model_config__hf_config__leank": {"head_permutation": [[0, 1], [0, 1]]}}
-    check_options(options(**as_it_was, lora_config=object()))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
