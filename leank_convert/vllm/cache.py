@@ -85,7 +85,7 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[Any], ...], int]:
         """Find the longest prefix of which all pages are there."""
-        assert dcp_world_size == pcp_world_size == 1 and not drop_eagle_block  # refused before
+        assert dcp_world_size == pcp_world_size == 1  # refused before
         size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
             block_hashes,
@@ -100,6 +100,8 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
             if not cached:
                 break
             found.append(cached)
+        if drop_eagle_block and found:  # its tokens are read again, whose hidden states drafts are made of
+            found.pop()
         while len(found) * size % alignment_tokens:
             found.pop()
         columns = tuple([cached[group] for cached in found] for group in range(len(kv_cache_group_ids)))
@@ -108,5 +110,6 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
 
 # The registry fills itself with vLLM's own only while it is empty.
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(LeanKKeptSpec, FullAttentionManager, uniform_type_base_spec=LeanKKeptSpec)
+# Layers of a model that drafts are in the kept pages' group: vLLM may read them by the first group's table.
+KVCacheSpecRegistry.register(LeanKKeptSpec, FullAttentionManager, uniform_type_base_spec=FullAttentionSpec)
 KVCacheSpecRegistry.register(LeanKWindowSpec, LeanKWindowManager, uniform_type_base_spec=LeanKWindowSpec)

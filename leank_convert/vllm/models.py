@@ -42,7 +42,7 @@ from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
-from leank_convert.vllm.refusals import check_options, choose_cache_dtype
+from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors")
@@ -82,7 +82,8 @@ class LeanKAttention(Attention):
     """Attention of a layer whose K and V lie in the pages of two cache groups.
 
     The stage's first layer has the cache of all, the others share it: a page holds all layers' part of its
-    tokens.
+    tokens. vLLM knows no shared caches in a group with others, such as those of layers that draft: with them
+    the other layers have a cache of one number a token, which is not used.
 
     Attributes:
         sizes: Of the window.
@@ -111,7 +112,7 @@ class LeanKAttention(Attention):
             cache_config=vllm_config.cache_config,
             quant_config=stock.quant_config,
             prefix=stock.layer_name,
-            kv_sharing_target_layer_name=first.layer_name if first else None,
+            kv_sharing_target_layer_name=first.layer_name if first and not has_drafter(vllm_config) else None,
             attn_backend=LeanKBackend,
         )
         if self.head_size != settings.head_dim:  # vLLM's Qwen2 takes hidden_size / heads whatever is stated
@@ -150,10 +151,14 @@ class LeanKAttention(Attention):
             self._own_window = LeanKWindow(self, vllm_config)
 
     @property
+    def first(self) -> LeanKAttention | None:
+        """The stage's first layer, None if it is this one."""
+        return self._first[0]
+
+    @property
     def window(self) -> LeanKWindow | None:
         """Whose cache the window's pages are."""
-        (first,) = self._first
-        return self._own_window if first is None else first._own_window
+        return self._own_window if self.first is None else self.first._own_window
 
     @cached_property
     def kernels(self) -> DecodeKernels | None:
@@ -202,7 +207,10 @@ class LeanKAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what vLLM is to allocate for kept channels."""
-        return LeanKKeptSpec(**self._fields(vllm_config, kept=True))
+        fields = self._fields(vllm_config, kept=True)
+        if self.first is not None:
+            fields |= {"state_content_bytes": get_dtype_size(fields["dtype"]), "page_size_padded": None}
+        return LeanKKeptSpec(**fields)
 
     def window_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what it is to allocate for the window."""

@@ -10,8 +10,9 @@ from typing import Any
 from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.pages import STEP
 
-# Drafts that no model makes.
+# Drafts of no model, and of one that has a cache of its own.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
+_MODEL_DRAFTS = ("draft_model", "eagle", "eagle3")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
 # What the kernels are written in; vLLM asks for an older one, and does without for these models.
@@ -29,6 +30,12 @@ def check_options(vllm_config: Any) -> None:
     """
     for message in _problems(vllm_config):
         raise ValueError(f"a LeanK checkpoint cannot be served so: {message}")
+
+
+def has_drafter(vllm_config: Any) -> bool:
+    """Whether drafts come from a model with a cache of its own."""
+    drafts = vllm_config.speculative_config
+    return drafts is not None and drafts.method in _MODEL_DRAFTS
 
 
 def choose_cache_dtype(vllm_config: Any) -> str:
@@ -86,8 +93,13 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if backend is not None and backend.name != BACKEND:
         yield f"--attention-backend {backend.name} reads another cache; leave it out"
     drafts = vllm_config.speculative_config
-    if drafts is not None and drafts.method not in _DRAFTS:
-        yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
+    if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
+        yield (
+            f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "
+            f"{', '.join((*_DRAFTS, *_MODEL_DRAFTS))}"
+        )
+    elif has_drafter(vllm_config) and drafts.draft_model_config.rswa_window is not None:
+        yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original model"
     ranks = parallel.tensor_parallel_size
     if ranks > 1 and vllm_config.quant_config is not None:
         yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"

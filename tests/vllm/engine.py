@@ -11,6 +11,11 @@ import sys
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+# It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
+CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 
 def count_running(scheduler):

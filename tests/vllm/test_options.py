@@ -42,6 +42,12 @@ def options(**changes):
     return config
 
 
+def drafts(rswa_window):
+    """Of a model, whose config has the window if it is served pruned."""
+    model = SimpleNamespace(rswa_window=rswa_window)
+    return SimpleNamespace(method="draft_model", model="small", draft_model_config=model)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -81,7 +87,8 @@ def options(**changes):
             "--kv-offloading-size",
         ),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, "`medusa`"),
+        ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
@@ -96,6 +103,7 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    check_options(options(speculative_config=drafts(rswa_window=None)))
     check_options(options(load_config__load_format="sharded_state"))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
