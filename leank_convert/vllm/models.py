@@ -42,6 +42,7 @@ from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
+from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
 # Tensors of files beside the weights, which vLLM loads with them.
@@ -331,9 +332,7 @@ class _LeanKForCausalLM:
             if kind in (*_NO_WEIGHTS, *SCALE_NAMES):
                 continue
             names.add(name)
-            # Of quantized weights there is one rank, which has all heads in order, and not all that belongs
-            # to them has a part for each head.
-            yield name, tensor if self._quantized else self.with_ordered_heads(name, tensor)
+            yield name, self.with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
             # Of a model with experts some layers may have none.
             _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
@@ -345,21 +344,26 @@ class _LeanKForCausalLM:
         if not part or ("norm" in part and len(tensor) == head_dim):  # a norm that heads share
             return tensor
         dim = 1 if part == "o_proj" else 0
-        if tensor.ndim <= dim:  # the output's bias, which has no heads
+        if dim and name.endswith(".bias"):  # the output's, which has no heads
             if not self._has_output_bias:
                 raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
             return tensor
         order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+        is_ordered = bool((order.diff() > 0).all())
+        if is_ordered and self._quantized:  # in whichever layout
+            return tensor
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
-        expected = sum(counts) * head_dim
-        if tensor.shape[dim] != expected:
+        size, expected = head_dim, sum(counts) * head_dim
+        if self._quantized:
+            size = count_of_head(name, tensor, dim, sum(counts), head_dim)
+        elif tensor.shape[dim] != expected:
             raise ValueError(
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
                 f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
             )
-        if (order.diff() > 0).all():  # as they are, without a copy
+        if is_ordered or size is None:  # without a copy
             return tensor
-        blocks = tensor.split([count * head_dim for count in counts], dim)
+        blocks = tensor.split([count * size for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
 

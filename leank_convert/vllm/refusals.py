@@ -100,9 +100,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     elif has_drafter(vllm_config) and drafts.draft_model_config.rswa_window is not None:
         yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original model"
-    ranks = parallel.tensor_parallel_size
-    if ranks > 1 and vllm_config.quant_config is not None:
-        yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
     found = _version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
     if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:

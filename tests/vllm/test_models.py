@@ -112,7 +112,7 @@ def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, mo
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     """Two query heads to each of K and V; in layer 0 the first rank has heads 0 and 3."""
     model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._num_heads = SimpleNamespace(head_dim=16), 8
+    model._settings, model._num_heads, model._quantized = SimpleNamespace(head_dim=16), 8, False
     model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
     blocks = [torch.randn(len(order[states]) * 16) for states in heads]

@@ -89,7 +89,6 @@ def drafts(rswa_window):
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
         ({"speculative_config": SimpleNamespace(method="medusa")}, "`medusa`"),
         ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
-        ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
