@@ -27,9 +27,16 @@ class LeanKKeptSpec(FullAttentionSpec):
 # Not a FullAttentionSpec: vLLM groups specs by the class that they are instances of.
 @dataclass(frozen=True, kw_only=True)
 class LeanKWindowSpec(AttentionSpec):
-    """Dropped channels, and V of heads of width 0, of whole tokens."""
+    """Dropped channels, and V of heads of width 0, of whole tokens.
+
+    Attributes:
+        sizes: Of the window.
+        is_handed_over: Whether another engine answers, which reads a prompt's last token again, and that
+            attends to the whole prompt.
+    """
 
     sizes: Windows
+    is_handed_over: bool = False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Of one request: a prompt attends densely to itself, so until it is read it is whole."""
@@ -68,6 +75,8 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
                 f"request {request_id}: a LeanK cache cannot read more of a prompt once it was answered: "
                 "send the whole of it as a new request, not as streamed input"
             )
+        if spec.is_handed_over:
+            return
         pruned = pruned_tokens_of(processed_computed_tokens + 1, num_prompt_tokens, spec.sizes)
         self._remove_blocks_in_range(request_id, first, (sink + pruned) // self.block_size)
 

@@ -215,7 +215,10 @@ class LeanKAttention(Attention):
 
     def window_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what it is to allocate for the window."""
-        return LeanKWindowSpec(**self._fields(vllm_config, kept=False), sizes=self.sizes)
+        fields = self._fields(vllm_config, kept=False)
+        transfer = vllm_config.kv_transfer_config
+        is_producer = transfer is not None and transfer.kv_role == "kv_producer"
+        return LeanKWindowSpec(**fields, sizes=self.sizes, is_handed_over=is_producer)
 
     def _fields(self, vllm_config: VllmConfig, *, kept: bool) -> dict[str, Any]:
         block_size, dtype = vllm_config.cache_config.block_size, self.kv_cache_torch_dtype

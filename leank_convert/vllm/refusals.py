@@ -77,10 +77,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield f"--block-size {cache.block_size}: pages are of a multiple of {STEP} tokens"
     # Before the next, which vLLM asks for itself with some connectors.
     if vllm_config.kv_transfer_config is not None:
-        yield (
-            "--kv-transfer-config, or --kv-offloading-size: no connector moves pages of two groups; leave it "
-            "out"
-        )
+        yield from _problems_of_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -108,6 +105,26 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     if vllm_config.model_config.attention_chunk_size is not None:
         yield "`attention_chunk_size` in config.json: only full attention can be pruned"
+
+
+def _problems_of_transfer(vllm_config: Any) -> Iterator[str]:
+    transfer, ranks = vllm_config.kv_transfer_config, vllm_config.parallel_config.world_size
+    if transfer.kv_connector != "NixlConnector":
+        yield (
+            f"--kv-transfer-config with `{transfer.kv_connector}`, or --kv-offloading-size: of connectors "
+            "NixlConnector alone is known to move pages of two groups"
+        )
+    if transfer.kv_role not in ("kv_producer", "kv_consumer"):
+        yield (
+            f"--kv-transfer-config: `kv_role` is {transfer.kv_role}, and what reads prompts gives no pages "
+            "back: name kv_producer there, and kv_consumer on the other side"
+        )
+    if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
+        yield "--kv-transfer-config: `bidirectional_kv_xfer`: pages of what was answered are not whole"
+    if ranks > 1:
+        yield f"--kv-transfer-config with {ranks} ranks: the other side may deal heads to ranks otherwise"
+    if has_drafter(vllm_config):
+        yield "--kv-transfer-config with drafts of a model: it was never run; take n-grams (method `ngram`)"
 
 
 def _version_of(package: str) -> str | None:
