@@ -12,7 +12,7 @@ from leank_convert.vllm.pages import STEP
 
 # Drafts of no model, and of one that has a cache of its own.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
-_MODEL_DRAFTS = ("draft_model", "eagle", "eagle3")
+_MODEL_DRAFTS = ("draft_model", "eagle")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
 # What the kernels are written in; vLLM asks for an older one, and does without for these models.

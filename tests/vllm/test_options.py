@@ -100,7 +100,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"kv_transfer_config": transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
         ({"kv_transfer_config": transfer(), "speculative_config": drafts(None)}, "with drafts of a model"),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
-        ({"speculative_config": SimpleNamespace(method="medusa")}, "`medusa`"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "`eagle3`"),
         ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
