@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
@@ -27,6 +28,7 @@ from leank_convert.vllm.cache import LeanKWindowSpec
 from leank_convert.vllm.page_copies import gather_run
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.prompt_attention import find_flash_attention
+from leank_convert.vllm.refusals import has_drafter
 from leank_convert.vllm.rows import PromptRun, Rows, cut_step, uniform_rows
 
 
@@ -61,6 +63,11 @@ class LeanKBackend(AttentionBackend):
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the size of pages where none is asked for."""
         return BLOCK_SIZE
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return how pages may lie: first by blocks, which lets layers of a model that drafts lie beside."""
+        return KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
 
     @classmethod
     def supports_rswa(cls) -> bool:
@@ -164,6 +171,15 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
                     f"decode kernels that load {kernels.key.load_tokens} tokens cannot read pages of "
                     f"{kv_cache_spec.block_size}; name the size of pages: `--block-size 64`"
                 )
+        self._is_window = isinstance(kv_cache_spec, LeanKWindowSpec)
+        if self._is_window and has_drafter(vllm_config):
+            layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+            if not layout.is_block_outermost:
+                # Layers that draft would have a table of their own, and vLLM may read them by the first one.
+                raise ValueError(
+                    f"layers of a model that drafts cannot lie beside a LeanK cache in the layout "
+                    f"{layout.name}: set VLLM_KV_CACHE_LAYOUT=BLHNC, which vLLM's attention on GPUs takes"
+                )
         # Requests with drafts count as decoding ones.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # Pages in FP8 hold what was rounded. As in `generate` a prompt attends to itself as it comes; not
@@ -171,7 +187,6 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         is_fp8 = vllm_config.cache_config.cache_dtype in FP8_NAMES
         self._decode_columns = min(self.reorder_batch_threshold, MAX_DRAFT)
         self._most_columns = self._decode_columns if is_fp8 else MAX_DRAFT
-        self._is_window = isinstance(kv_cache_spec, LeanKWindowSpec)
         max_requests = vllm_config.scheduler_config.max_num_seqs
         self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
@@ -252,6 +267,8 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             key.new_empty(2, layer.most_keys, *key.shape[1:])
             return output.zero_()
         step = window_step = attn_metadata
+        if layer.first is not None:
+            kv_cache, step = layer.first.kv_cache, get_forward_context().attn_metadata[layer.first.layer_name]
         if layer.window is not None:
             window_step = get_forward_context().attn_metadata[layer.window.layer_name]
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))

@@ -27,9 +27,16 @@ class LeanKKeptSpec(FullAttentionSpec):
 # Not a FullAttentionSpec: vLLM groups specs by the class that they are instances of.
 @dataclass(frozen=True, kw_only=True)
 class LeanKWindowSpec(AttentionSpec):
-    """Dropped channels, and V of heads of width 0, of whole tokens."""
+    """Dropped channels, and V of heads of width 0, of whole tokens.
+
+    Attributes:
+        sizes: Of the window.
+        is_handed_over: Whether another engine answers, which reads a prompt's last token again, and that
+            attends to the whole prompt.
+    """
 
     sizes: Windows
+    is_handed_over: bool = False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Of one request: a prompt attends densely to itself, so until it is read it is whole."""
@@ -68,6 +75,8 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
                 f"request {request_id}: a LeanK cache cannot read more of a prompt once it was answered: "
                 "send the whole of it as a new request, not as streamed input"
             )
+        if spec.is_handed_over:
+            return
         pruned = pruned_tokens_of(processed_computed_tokens + 1, num_prompt_tokens, spec.sizes)
         self._remove_blocks_in_range(request_id, first, (sink + pruned) // self.block_size)
 
@@ -85,7 +94,7 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[Any], ...], int]:
         """Find the longest prefix of which all pages are there."""
-        assert dcp_world_size == pcp_world_size == 1 and not drop_eagle_block  # refused before
+        assert dcp_world_size == pcp_world_size == 1  # refused before
         size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
             block_hashes,
@@ -100,6 +109,8 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
             if not cached:
                 break
             found.append(cached)
+        if drop_eagle_block and found:  # its tokens are read again, whose hidden states drafts are made of
+            found.pop()
         while len(found) * size % alignment_tokens:
             found.pop()
         columns = tuple([cached[group] for cached in found] for group in range(len(kv_cache_group_ids)))
@@ -108,5 +119,6 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
 
 # The registry fills itself with vLLM's own only while it is empty.
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(LeanKKeptSpec, FullAttentionManager, uniform_type_base_spec=LeanKKeptSpec)
+# Layers of a model that drafts are in the kept pages' group: vLLM may read them by the first group's table.
+KVCacheSpecRegistry.register(LeanKKeptSpec, FullAttentionManager, uniform_type_base_spec=FullAttentionSpec)
 KVCacheSpecRegistry.register(LeanKWindowSpec, LeanKWindowManager, uniform_type_base_spec=LeanKWindowSpec)

@@ -37,11 +37,13 @@ from leank_convert._runtime.layout_leank import order_channels
 from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
+from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
-from leank_convert.vllm.refusals import check_options, choose_cache_dtype
+from leank_convert.vllm.quantized import count_of_head
+from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors")
@@ -81,7 +83,8 @@ class LeanKAttention(Attention):
     """Attention of a layer whose K and V lie in the pages of two cache groups.
 
     The stage's first layer has the cache of all, the others share it: a page holds all layers' part of its
-    tokens.
+    tokens. vLLM knows no shared caches in a group with others, such as those of layers that draft: with them
+    the other layers have a cache of one number a token, which is not used.
 
     Attributes:
         sizes: Of the window.
@@ -110,7 +113,7 @@ class LeanKAttention(Attention):
             cache_config=vllm_config.cache_config,
             quant_config=stock.quant_config,
             prefix=stock.layer_name,
-            kv_sharing_target_layer_name=first.layer_name if first else None,
+            kv_sharing_target_layer_name=first.layer_name if first and not has_drafter(vllm_config) else None,
             attn_backend=LeanKBackend,
         )
         if self.head_size != settings.head_dim:  # vLLM's Qwen2 takes hidden_size / heads whatever is stated
@@ -149,10 +152,14 @@ class LeanKAttention(Attention):
             self._own_window = LeanKWindow(self, vllm_config)
 
     @property
+    def first(self) -> LeanKAttention | None:
+        """The stage's first layer, None if it is this one."""
+        return self._first[0]
+
+    @property
     def window(self) -> LeanKWindow | None:
         """Whose cache the window's pages are."""
-        (first,) = self._first
-        return self._own_window if first is None else first._own_window
+        return self._own_window if self.first is None else self.first._own_window
 
     @cached_property
     def kernels(self) -> DecodeKernels | None:
@@ -201,11 +208,17 @@ class LeanKAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what vLLM is to allocate for kept channels."""
-        return LeanKKeptSpec(**self._fields(vllm_config, kept=True))
+        fields = self._fields(vllm_config, kept=True)
+        if self.first is not None:
+            fields |= {"state_content_bytes": get_dtype_size(fields["dtype"]), "page_size_padded": None}
+        return LeanKKeptSpec(**fields)
 
     def window_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what it is to allocate for the window."""
-        return LeanKWindowSpec(**self._fields(vllm_config, kept=False), sizes=self.sizes)
+        fields = self._fields(vllm_config, kept=False)
+        transfer = vllm_config.kv_transfer_config
+        is_producer = transfer is not None and transfer.kv_role == "kv_producer"
+        return LeanKWindowSpec(**fields, sizes=self.sizes, is_handed_over=is_producer)
 
     def _fields(self, vllm_config: VllmConfig, *, kept: bool) -> dict[str, Any]:
         block_size, dtype = vllm_config.cache_config.block_size, self.kv_cache_torch_dtype
@@ -228,6 +241,8 @@ class _LeanKForCausalLM:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
+        if vllm_config.lora_config is not None:
+            check_adapters()
         vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
         vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
@@ -320,35 +335,38 @@ class _LeanKForCausalLM:
             if kind in (*_NO_WEIGHTS, *SCALE_NAMES):
                 continue
             names.add(name)
-            # Of quantized weights there is one rank, which has all heads in order, and not all that belongs
-            # to them has a part for each head.
-            yield name, tensor if self._quantized else self._with_ordered_heads(name, tensor)
+            yield name, self.with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
             # Of a model with experts some layers may have none.
             _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
 
-    def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
         part = next((part for part in name.split(".") if part in _HEADS), "")
         head_dim = self._settings.head_dim
         if not part or ("norm" in part and len(tensor) == head_dim):  # a norm that heads share
             return tensor
         dim = 1 if part == "o_proj" else 0
-        if tensor.ndim <= dim:  # the output's bias, which has no heads
+        if dim and name.endswith(".bias"):  # the output's, which has no heads
             if not self._has_output_bias:
                 raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
             return tensor
         order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+        is_ordered = bool((order.diff() > 0).all())
+        if is_ordered and self._quantized:  # in whichever layout
+            return tensor
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
-        expected = sum(counts) * head_dim
-        if tensor.shape[dim] != expected:
+        size, expected = head_dim, sum(counts) * head_dim
+        if self._quantized:
+            size = count_of_head(name, tensor, dim, sum(counts), head_dim)
+        elif tensor.shape[dim] != expected:
             raise ValueError(
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
                 f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
             )
-        if (order.diff() > 0).all():  # as they are, without a copy
+        if is_ordered or size is None:  # without a copy
             return tensor
-        blocks = tensor.split([count * head_dim for count in counts], dim)
+        blocks = tensor.split([count * size for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
 

@@ -10,8 +10,9 @@ from typing import Any
 from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.pages import STEP
 
-# Drafts that no model makes.
+# Drafts of no model, and of one that has a cache of its own.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
+_MODEL_DRAFTS = ("draft_model", "eagle")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
 # What the kernels are written in; vLLM asks for an older one, and does without for these models.
@@ -29,6 +30,12 @@ def check_options(vllm_config: Any) -> None:
     """
     for message in _problems(vllm_config):
         raise ValueError(f"a LeanK checkpoint cannot be served so: {message}")
+
+
+def has_drafter(vllm_config: Any) -> bool:
+    """Whether drafts come from a model with a cache of its own."""
+    drafts = vllm_config.speculative_config
+    return drafts is not None and drafts.method in _MODEL_DRAFTS
 
 
 def choose_cache_dtype(vllm_config: Any) -> str:
@@ -70,10 +77,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield f"--block-size {cache.block_size}: pages are of a multiple of {STEP} tokens"
     # Before the next, which vLLM asks for itself with some connectors.
     if vllm_config.kv_transfer_config is not None:
-        yield (
-            "--kv-transfer-config, or --kv-offloading-size: no connector moves pages of two groups; leave it "
-            "out"
-        )
+        yield from _problems_of_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -86,17 +90,13 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if backend is not None and backend.name != BACKEND:
         yield f"--attention-backend {backend.name} reads another cache; leave it out"
     drafts = vllm_config.speculative_config
-    if drafts is not None and drafts.method not in _DRAFTS:
-        yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
-    ranks = parallel.tensor_parallel_size
-    reordered = any(order != sorted(order) for order in block.get("head_permutation", ()))
-    if vllm_config.lora_config is not None and (ranks > 1 or reordered):
+    if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
         yield (
-            "--enable-lora: heads are in another order than in the model that an adapter was made for; merge "
-            "it into that model's weights, then convert them"
+            f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "
+            f"{', '.join((*_DRAFTS, *_MODEL_DRAFTS))}"
         )
-    if ranks > 1 and vllm_config.quant_config is not None:
-        yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
+    elif has_drafter(vllm_config) and drafts.draft_model_config.rswa_window is not None:
+        yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original model"
     found = _version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
     if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:
@@ -105,6 +105,26 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     if vllm_config.model_config.attention_chunk_size is not None:
         yield "`attention_chunk_size` in config.json: only full attention can be pruned"
+
+
+def _problems_of_transfer(vllm_config: Any) -> Iterator[str]:
+    transfer, ranks = vllm_config.kv_transfer_config, vllm_config.parallel_config.world_size
+    if transfer.kv_connector != "NixlConnector":
+        yield (
+            f"--kv-transfer-config with `{transfer.kv_connector}`, or --kv-offloading-size: of connectors "
+            "NixlConnector alone is known to move pages of two groups"
+        )
+    if transfer.kv_role not in ("kv_producer", "kv_consumer"):
+        yield (
+            f"--kv-transfer-config: `kv_role` is {transfer.kv_role}, and what reads prompts gives no pages "
+            "back: name kv_producer there, and kv_consumer on the other side"
+        )
+    if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
+        yield "--kv-transfer-config: `bidirectional_kv_xfer`: pages of what was answered are not whole"
+    if ranks > 1:
+        yield f"--kv-transfer-config with {ranks} ranks: the other side may deal heads to ranks otherwise"
+    if has_drafter(vllm_config):
+        yield "--kv-transfer-config with drafts of a model: it was never run; take n-grams (method `ngram`)"
 
 
 def _version_of(package: str) -> str | None:

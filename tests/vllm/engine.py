@@ -1,14 +1,24 @@
 """Runs of vLLM's engine in a process of their own: `python engine.py JSON` prints a line of JSON for each.
 
 The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and
-`rounds`: how many of them are answered at once, time after time; null is all. Counters go on from run to run.
+`rounds`: how many of them are answered at once, time after time; null is all. `adapters` among the options is
+the folder of each prompt's LoRA adapter, null without one. `transfers` say for each prompt which pages move,
+and `then` is a run in another process, which takes them over. Counters go on from run to run.
 """
 
 import json
+import os
+import subprocess
 import sys
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+# It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
+CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 
 def count_running(scheduler):
@@ -26,6 +36,8 @@ def count_running(scheduler):
 
 def run(asked):
     """Answer the prompts and say what it took."""
+    folders = asked["options"].pop("adapters", [None] * len(asked["prompts"]))
+    adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
     llm = LLM(
         enforce_eager=True,
         disable_log_stats=False,
@@ -39,17 +51,30 @@ def run(asked):
     )
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None where it is in another process
     running = [0] if core is None else count_running(core.scheduler)
-    sampling = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
+    transfers = asked.get("transfers", [None] * len(asked["prompts"]))
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=asked["new"],
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=transfer and {"kv_transfer_params": transfer},
+        )
+        for transfer in transfers
+    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
     said = {"answers": [], "cached": [], "running": [], "preemptions": []}
     for count in asked["rounds"]:
-        outputs = llm.generate(prompts[:count], sampling, use_tqdm=False)
+        outputs = llm.generate(
+            prompts[:count], sampling[:count], use_tqdm=False, lora_request=adapters[:count]
+        )
         said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
         said["cached"].append([output.num_cached_tokens for output in outputs])
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))
         said["running"].append(max(running))
         running[:] = [0]
+    said["pulled"] = counters.get("vllm:external_prefix_cache_hits", 0)
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
     if core is not None:
         cache = core.scheduler.kv_cache_config
@@ -59,6 +84,11 @@ def run(asked):
             for group in cache.kv_cache_groups
         ]
     print("SAID", json.dumps(said), flush=True)  # noqa: T201
+    if "then" in asked:
+        following = {**asked["then"], "transfers": [output.kv_transfer_params for output in outputs]}
+        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]) + 1)}
+        command = [sys.executable, __file__, json.dumps([following])]
+        subprocess.run(command, env={**os.environ, **port}, check=True)
 
 
 def main() -> None:

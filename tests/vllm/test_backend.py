@@ -80,6 +80,7 @@ def make_layer(kernels, is_fp8):
         sizes=SIZES,
         layout=LAYOUT,
         start=Numbers(0, 0),
+        first=None,
         window=SimpleNamespace(layer_name="window", kv_cache=pools[1]),
         chunk_index=LAYOUT.chunk_index(order_channels(mask)[None]),
         head_table=torch.tensor(LAYOUT.head_table, dtype=torch.int32),

@@ -112,7 +112,7 @@ def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, mo
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     """Two query heads to each of K and V; in layer 0 the first rank has heads 0 and 3."""
     model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._num_heads = SimpleNamespace(head_dim=16), 8
+    model._settings, model._num_heads, model._quantized = SimpleNamespace(head_dim=16), 8, False
     model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
     blocks = [torch.randn(len(order[states]) * 16) for states in heads]
@@ -121,14 +121,14 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
         for block, states in zip(blocks, heads, strict=True)
     ]
     name = f"model.layers.0.self_attn.{weight}"
-    assert model._with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
+    assert model.with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
     of_one_rank = object.__new__(_LeanKForCausalLM)
     of_one_rank.__dict__.update(
         model.__dict__, _pages=SimpleNamespace(heads=((range(4),) * 2,), widths=((),) * 2)
     )
     del of_one_rank.__dict__["_head_orders"]
     whole = torch.cat(blocks)
-    assert of_one_rank._with_ordered_heads(name, whole) is whole
+    assert of_one_rank.with_ordered_heads(name, whole) is whole
 
 
 def test_what_has_no_heads_stays_as_it_is():
@@ -136,7 +136,7 @@ def test_what_has_no_heads_stays_as_it_is():
     model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), True
     for name in ("self_attn.q_norm.weight", "self_attn.o_proj.bias", "mlp.up_proj.weight"):
         shared = torch.randn(16)
-        assert model._with_ordered_heads(f"model.layers.0.{name}", shared) is shared
+        assert model.with_ordered_heads(f"model.layers.0.{name}", shared) is shared
 
 
 def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
@@ -144,7 +144,7 @@ def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
     model = object.__new__(_LeanKForCausalLM)
     model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), False
     with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
-        model._with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
+        model.with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
 
 
 def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():

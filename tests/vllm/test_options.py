@@ -20,6 +20,7 @@ def options(**changes):
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
+            world_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
@@ -40,6 +41,17 @@ def options(**changes):
             target = getattr(target, parent)
         setattr(target, name, value)
     return config
+
+
+def drafts(rswa_window):
+    """Of a model, whose config has the window if it is served pruned."""
+    model = SimpleNamespace(rswa_window=rswa_window)
+    return SimpleNamespace(method="draft_model", model="small", draft_model_config=model)
+
+
+def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
+    """From another engine."""
+    return SimpleNamespace(kv_connector=kv_connector, kv_role=kv_role, get_from_extra_config=extra.get)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +89,19 @@ def options(**changes):
         ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
         # vLLM turns the hybrid manager off by itself for some connectors.
         (
-            {"kv_transfer_config": object(), "scheduler_config__disable_hybrid_kv_cache_manager": True},
+            {
+                "kv_transfer_config": transfer(kv_connector="OffloadingConnector"),
+                "scheduler_config__disable_hybrid_kv_cache_manager": True,
+            },
             "--kv-offloading-size",
         ),
+        ({"kv_transfer_config": transfer(kv_role="kv_both")}, "`kv_role` is kv_both"),
+        ({"kv_transfer_config": transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
+        ({"kv_transfer_config": transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
+        ({"kv_transfer_config": transfer(), "speculative_config": drafts(None)}, "with drafts of a model"),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
-        ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora: heads"),
-        (
-            {
-                "model_config__hf_config__leank": {"head_permutation": [[0, 1], [1, 0]]},
-                "lora_config": object(),
-            },
-            "--enable-lora: heads",
-        ),
-        ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "`eagle3`"),
+        ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -104,9 +115,9 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    check_options(options(speculative_config=drafts(rswa_window=None)))
+    check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
-    as_it_was = {"model_config__hf_config__leank": {"head_permutation": [[0, 1], [0, 1]]}}
-    check_options(options(**as_it_was, lora_config=object()))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))

@@ -1,16 +1,22 @@
-"""Quantized weights: their one rank has all heads in order, so what belongs to them is loaded as it is."""
+"""Quantized weights and their scales go to the ranks that have their heads, or are refused by name."""
 
+import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from tests.vllm.conftest import run_engine
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 from leank_convert.vllm.models import _LeanKForCausalLM
 
 ATTENTION = "model.layers.0.self_attn"
+ONE, TWO = ((range(4),),), (((0, 3),), ((1, 2),))  # KV heads of one rank and of two
 
 
 class Stock:
@@ -20,22 +26,92 @@ class Stock:
 
 
 class Quantized(_LeanKForCausalLM, Stock):
-    def __init__(self) -> None:
+    def __init__(self, heads: Any) -> None:
         self._quantized = True
+        self._num_heads = 8
         self._attentions = [SimpleNamespace(key_scale=None)]  # the cache is in the model's dtype
+        self._pages = SimpleNamespace(heads=heads, widths=((),))
         # Keys have no mean.
         self._config, self._source = SimpleNamespace(leank={}), ("out", {})
-        self._settings = SimpleNamespace(has_key_mean=False)
+        self._settings = SimpleNamespace(has_key_mean=False, head_dim=16)
 
 
-def test_scales_of_any_shape_are_loaded_as_they_are():
+def test_one_rank_loads_whatever_layout_as_it_is():
     weights = {
-        f"{ATTENTION}.q_proj.weight": torch.ones(64, 32),
-        f"{ATTENTION}.q_proj.weight_scale": torch.ones(1),
+        f"{ATTENTION}.q_proj.qweight": torch.ones(64, 32),
+        f"{ATTENTION}.q_proj.weight_scale": torch.ones(7),
         f"{ATTENTION}.o_proj.weight": torch.ones(32, 64),
         f"{ATTENTION}.o_proj.weight_scale": torch.ones(32, 1),
         f"{ATTENTION}.o_proj.input_scale": torch.ones(()),
     }
-    model = Quantized()
+    model = Quantized(ONE)
     assert model.load_weights(weights.items()) == weights.keys()
     assert all(model.loaded[name] is tensor for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "moves"),
+    [
+        ("q_proj.weight_scale", (128, 1), 16),  # of rows
+        ("k_proj.weight_scale", (64,), 16),
+        ("v_proj.weight_scale_inv", (4, 2), 1),  # of blocks that are a head
+        ("o_proj.weight_scale_inv", (2, 16), 2),  # of two blocks to a head
+        ("q_proj.weight_scale", (), 0),  # of all
+        ("q_proj.input_scale_ub", (1,), 0),
+        ("o_proj.weight_scale", (32, 1), 0),
+        ("o_proj.weight_scale", (32,), 0),
+        ("k_proj.weight_scale_inv", (2, 2), None),  # two heads share a block
+        ("k_proj.weight_packed", (64, 4), None),
+        ("o_proj.weight", (32, 64), None),  # two elements to a byte
+    ],
+)
+def test_what_heads_have_of_a_tensor_moves_with_them(name, shape, moves):
+    model, tensor = Quantized(TWO), torch.rand(shape)
+    name = f"{ATTENTION}.{name}"
+    if moves is None:
+        with pytest.raises(ValueError, match=rf"^`{name}` is of shape \[.*serve it on one GPU"):
+            model.with_ordered_heads(name, tensor)
+        return
+    found = model.with_ordered_heads(name, tensor)
+    if not moves:
+        assert found is tensor
+        return
+    dim = int("o_proj" in name)
+    heads = tensor.unflatten(dim, (-1, moves))
+    order = torch.tensor([0, 3, 1, 2])
+    if heads.shape[dim] == 8:  # two query heads to each of K and V
+        order = torch.stack([2 * order, 2 * order + 1], 1).flatten()
+    assert found.equal(heads.index_select(dim, order).flatten(dim, dim + 1))
+
+
+def test_two_ranks_answer_as_one(checkpoint, tmp_path):
+    """8-bit integers, with a scale for each row and one for all inputs, which ranks do not change."""
+    folder = shutil.copytree(checkpoint, tmp_path / "quantized")
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "_proj.weight" in name]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights |= {
+            name: (weights[name] / scale).round().to(torch.int8),
+            f"{name}_scale": scale,
+            name.replace("weight", "input_scale"): torch.tensor([0.05]),
+        }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    symmetric = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**symmetric, "strategy": "channel"},
+        "input_activations": {**symmetric, "strategy": "tensor"},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    load = {"lengths": (80, 170, 12), "new": 30}
+    one, two = (
+        run_engine(folder, **load, tensor_parallel_size=ranks, processes=ranks > 1) for ranks in (1, 2)
+    )
+    assert one["answers"] == two["answers"]
