@@ -27,7 +27,11 @@ FAMILIES = (
     "smollm3",
     "seed_oss",
     "olmo2",
+    "olmo3",
+    "gemma3_text",
 )
+MIXED = ("olmo3", "gemma3_text")
+"""Families of which layers that are not pruned are served, too."""
 _REASONS = {
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
     "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
@@ -38,6 +42,7 @@ class _ServedConfig:
     """What vLLM asks of a config beyond the family's."""
 
     leank: dict[str, Any] | None
+    model_type: str
     architectures: list[str] | None
     rope_parameters: dict[str, Any] | None
 
@@ -45,16 +50,15 @@ class _ServedConfig:
         """Check the version of vLLM, then the `leank` block.
 
         Raises:
-            ValueError: If the installed vLLM is another, not all layers are pruned, or there are biases that
-                vLLM's model lacks.
+            ValueError: If the installed vLLM is another, or its model of the family lacks layers or biases.
         """
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        if self.leank is not None and "layers" in self.leank:
+        mixed = self.leank is not None and "layers" in self.leank
+        if mixed and self.model_type.removeprefix(LEANK_PREFIX) not in MIXED:
             raise ValueError(
-                "config.json: `leank.layers` names the layers that are pruned, and vLLM was not run with a "
-                "LeanK cache beside a sliding window; decode with transformers, or serve the original model "
-                "densely"
+                "config.json: `leank.layers` names the layers that are pruned, and vLLM's model of the "
+                "family has a window in all layers or in none; decode with transformers"
             )
         if self.leank is not None and getattr(self, "use_bias", False):
             raise ValueError(

@@ -26,7 +26,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import get_dtype_size, set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, KVCacheSpecKind
 
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
 from leank_convert._runtime.decode_kernels_leank import DecodeKernels
@@ -38,9 +38,10 @@ from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.backend import LeanKBackend
+from leank_convert.vllm.beside import check_kinds, lay_beside
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
-from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
+from leank_convert.vllm.pages import ModelPages, coming_block_size
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
 # Tensors of files beside the weights, which vLLM loads with them.
@@ -80,13 +81,14 @@ class LeanKWindow(nn.Module, AttentionLayerBase):
 class LeanKAttention(Attention):
     """Attention of a layer whose K and V lie in the pages of two cache groups.
 
-    The stage's first layer has the cache of all, the others share it: a page holds all layers' part of its
-    tokens.
+    The first layer of a page has the cache of all that lie in it, the others share it: it holds all layers'
+    part of its tokens, or that of some where layers of other kinds lie beside.
 
     Attributes:
         sizes: Of the window.
+        row: The layer's place among those that are pruned.
         layout: How the channels of the rank's heads are cut.
-        start: Where the layer begins in a token's numbers.
+        start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
@@ -126,11 +128,11 @@ class LeanKAttention(Attention):
 
         rank = get_tensor_model_parallel_rank()
         stage = pages.stages[get_pp_group().rank_in_group]
-        layer = extract_layer_index(stock.layer_name)
+        self.row = settings.layers.index(extract_layer_index(stock.layer_name))
         own = pages.layout(rank, stage)
-        self.layout = own.layers[layer - stage[0]]
-        self.start = own.starts[layer - stage[0]]
-        mask = settings.channel_masks[layer, list(pages.heads[rank][layer])]
+        self.layout = own.layers[self.row - stage[0]]
+        self.start = own.starts[self.row - stage[0]]
+        mask = settings.channel_masks[self.row, list(pages.heads[rank][self.row])]
         device = self._k_scale.device
         index = self.layout.chunk_index(order_channels(mask)[None])
         table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
@@ -219,7 +221,7 @@ class LeanKAttention(Attention):
             "num_head_slots": 1,
             "state_content_bytes": (numbers.kept if kept else numbers.window) * element,
             # Both alike, so that vLLM needs to pack nothing.
-            "page_size_padded": self.pages.numbers_per_block(block_size) * element,
+            "page_size_padded": self.pages.numbers_per_page(block_size) * element,
         }
 
 
@@ -229,29 +231,41 @@ class _LeanKForCausalLM:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
         vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
+        config = vllm_config.model_config.hf_config
+        settings = read_settings(config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
-        vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        if len(settings.layers) == config.num_hidden_layers:
+            vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        else:
+            full = KVCacheSpecKind.FULL_ATTENTION.value
+            vllm_config.attention_config.backend_per_kind = {full: AttentionBackendEnum[BACKEND]}
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        config = self._config = vllm_config.model_config.hf_config
+        self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         options = {"revision": vllm_config.model_config.revision}
         self._source = vllm_config.model_config.model, options
-        self._settings, self._num_heads = read_settings(config), config.num_attention_heads
         self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
-        num_layers, num_stages = len(self._settings.widths), get_pp_group().world_size
+        check_kinds([module.attn for module in modules], settings.layers)
+        others = [module.attn for module in modules if module.attn.sliding_window is not None]
+        modules = [module for module in modules if module.attn.sliding_window is None]
+        num_layers, num_stages = len(settings.widths), get_pp_group().world_size
         pages = ModelPages(
-            self._settings.widths,
-            self._settings.head_dim,
+            settings.widths,
+            settings.head_dim,
             get_tensor_model_parallel_world_size(),
             tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
         )
-        first = None
-        for module in modules:
+        if others:
+            pages = lay_beside(pages, others, vllm_config.cache_config)
+        stage = pages.stages[get_pp_group().rank_in_group]
+        firsts: dict[int, LeanKAttention] = {}
+        parts = pages.layout(get_tensor_model_parallel_rank(), stage).parts
+        for module, part in zip(modules, parts, strict=True):
             del context[module.attn.layer_name]
-            module.attn = LeanKAttention(module.attn, self._settings, pages, vllm_config, first)
-            first = first or module.attn
+            module.attn = LeanKAttention(module.attn, settings, pages, vllm_config, firsts.get(part))
+            firsts.setdefault(part, module.attn)
         self._pages = pages
         self._attentions = [module.attn for module in modules]
         _compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
@@ -278,8 +292,8 @@ class _LeanKForCausalLM:
             return
         rank = get_tensor_model_parallel_rank()
         for attention in self._attentions:
-            layer = extract_layer_index(attention.layer_name)
-            attention.key_mean.copy_(means[layer][:, list(self._pages.heads[rank][layer])])
+            heads = list(self._pages.heads[rank][attention.row])
+            attention.key_mean.copy_(means[attention.row][:, heads])
 
     def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""
@@ -287,7 +301,7 @@ class _LeanKForCausalLM:
         shape = [self._settings.num_key_value_heads, self._settings.head_dim]
         found: list[list[torch.Tensor]] = []
         for attention in self._attentions:
-            heads = list(self._pages.heads[rank][extract_layer_index(attention.layer_name)])
+            heads = list(self._pages.heads[rank][attention.row])
             found.append([])
             for kind in SCALE_NAMES:
                 name = f"{attention.layer_name.rpartition('.')[0]}.{kind}"
@@ -301,7 +315,7 @@ class _LeanKForCausalLM:
 
     @cached_property
     def _head_orders(self) -> list[torch.Tensor]:
-        """Each layer's KV heads, in the order in which vLLM gives ranks equal parts."""
+        """Each pruned layer's KV heads, in the order in which vLLM gives ranks equal parts."""
         hands = dict.fromkeys(self._pages.heads)  # several ranks may have the same
         return [
             torch.tensor([head for hand in hands for head in hand[layer]])
@@ -330,15 +344,17 @@ class _LeanKForCausalLM:
     def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
         part = next((part for part in name.split(".") if part in _HEADS), "")
-        head_dim = self._settings.head_dim
-        if not part or ("norm" in part and len(tensor) == head_dim):  # a norm that heads share
+        layers, head_dim = self._settings.layers, self._settings.head_dim
+        if not part or extract_layer_index(name) not in layers:
+            return tensor
+        if "norm" in part and len(tensor) == head_dim:  # heads share it
             return tensor
         dim = 1 if part == "o_proj" else 0
         if tensor.ndim <= dim:  # the output's bias, which has no heads
             if not self._has_output_bias:
                 raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
             return tensor
-        order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+        order = self._head_orders[layers.index(extract_layer_index(name))].to(tensor.device)
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
         expected = sum(counts) * head_dim
         if tensor.shape[dim] != expected:
@@ -407,11 +423,6 @@ def _register_transformers_model(name: str) -> None:
     # A class of this module: transformers prefers it to code that the checkpoint names.
     fields = {"__module__": __name__, "config_class": config_class}
     AutoModel.register(config_class, type(stock.__name__, (stock,), fields), exist_ok=True)
-
-
-def coming_block_size(cache_config: Any) -> int:
-    """Tokens of a kept page: vLLM asks the backend for them when models are loaded and kernels compiled."""
-    return cache_config.block_size if cache_config.user_specified_block_size else BLOCK_SIZE
 
 
 def _load_tokens(pages: ModelPages, block_size: int) -> int:

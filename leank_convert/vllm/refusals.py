@@ -56,6 +56,16 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"a cache in {wanted} needs measured scales, as requests share pages, and this checkpoint has "
             f"none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype {plain}"
         )
+    if "layers" in block and wanted in FP8_NAMES:
+        yield (
+            f"a cache in {wanted} of a model with layers that are not pruned, whose own cache would be in it "
+            f"by scales of 1: add --kv-cache-dtype {plain}"
+        )
+    if "layers" in block and parallel.pipeline_parallel_size > 1:
+        yield (
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a stage may have no layer that is "
+            "pruned; use --tensor-parallel-size instead"
+        )
     load_format = vllm_config.load_config.load_format
     if load_format in _STATES and (wanted in FP8_NAMES or block.get("key_mean")):
         yield (

@@ -20,6 +20,7 @@ def options(**changes):
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
+            pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
@@ -92,6 +93,14 @@ def options(**changes):
         ),
         ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
+        (
+            {"model_config__hf_config__leank": {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
+            "layers that are not pruned, whose own cache would be in it by scales of 1: add --kv-cache-",
+        ),
+        (
+            {"model_config__hf_config__leank": {"layers": [1]}, "parallel_config__pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2: a stage may have no layer that is pruned",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -157,7 +166,7 @@ def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
         own(use_bias=True, leank={})
 
 
-def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
+def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypatch):
     monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
@@ -173,6 +182,6 @@ def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
         "prune": "eager",
     }
     with pytest.raises(
-        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM was not"
+        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM's model"
     ):
         own(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)
