@@ -29,8 +29,9 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "gemma3_text",
+    "gpt_oss",
 )
-MIXED = ("olmo3", "gemma3_text")
+MIXED = ("olmo3", "gemma3_text", "gpt_oss")
 """Families of which layers that are not pruned are served, too."""
 _REASONS = {
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
@@ -54,8 +55,11 @@ class _ServedConfig:
         """
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        mixed = self.leank is not None and "layers" in self.leank
-        if mixed and self.model_type.removeprefix(LEANK_PREFIX) not in MIXED:
+        family = self.model_type.removeprefix(LEANK_PREFIX)
+        quantized = getattr(self, "quantization_config", None)
+        if family == "gpt_oss" and isinstance(quantized, dict) and quantized["quant_method"] == "mxfp4":
+            quantized["quant_method"] = "gpt_oss_mxfp4"  # as vLLM calls it where `model_type` is the family's
+        if self.leank is not None and "layers" in self.leank and family not in MIXED:
             raise ValueError(
                 "config.json: `leank.layers` names the layers that are pruned, and vLLM's model of the "
                 "family has a window in all layers or in none; decode with transformers"

@@ -55,6 +55,7 @@ _HEADS = {
     "qkv_proj": "qkv",
     "q_norm": "q",
     "k_norm": "k",
+    "sinks": "q",
 }
 
 
@@ -114,6 +115,7 @@ class LeanKAttention(Attention):
             prefix=stock.layer_name,
             kv_sharing_target_layer_name=first.layer_name if first else None,
             attn_backend=LeanKBackend,
+            sinks=getattr(stock.impl, "sinks", None),
         )
         if self.head_size != settings.head_dim:  # vLLM's Qwen2 takes hidden_size / heads whatever is stated
             raise ValueError(
@@ -198,6 +200,7 @@ class LeanKAttention(Attention):
             "num_columns": num_columns,
             "load_tokens": self._load_tokens,
             "cache_dtype": None if cache_dtype == self.dtype else cache_dtype,
+            "has_sinks": self.has_sink,
             "has_glue": False,
         }
 
@@ -356,15 +359,16 @@ class _LeanKForCausalLM:
             return tensor
         order = self._head_orders[layers.index(extract_layer_index(name))].to(tensor.device)
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
-        expected = sum(counts) * head_dim
+        size = 1 if part == "sinks" else head_dim
+        expected = sum(counts) * size
         if tensor.shape[dim] != expected:
             raise ValueError(
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
-                f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
+                f"{sum(counts)} heads of {size}; export the checkpoint again"
             )
         if (order.diff() > 0).all():  # as they are, without a copy
             return tensor
-        blocks = tensor.split([count * head_dim for count in counts], dim)
+        blocks = tensor.split([count * size for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
 

@@ -80,6 +80,8 @@ def random_checkpoint(
         if "layer_types" in own:  # more layers of the other kind than pruned ones, so more than one group
             own["layer_types"] = [*[*family.other_layers, "full_attention"] * 3, *family.other_layers]
             own.update({key: 40 for key in own if key == "sliding_window"}, num_hidden_layers=7)
+        if model_type == "gpt_oss":  # whose rounding would change choices among experts
+            own.update(num_experts_per_tok=own["num_local_experts"], intermediate_size=128)
         if model_type == "ernie4_5":
             own["use_bias"] = False  # vLLM's model has none
         if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says

@@ -52,8 +52,9 @@ def test_drafts(random_checkpoint):
     assert said["accepted"] > 0
 
 
-def test_two_ranks_of_tensor_parallelism(random_checkpoint):
-    folder = random_checkpoint("olmo3", is_centred=True)  # norms over all heads, too
+@pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])  # norms over all heads, and sinks of heads
+def test_two_ranks_of_tensor_parallelism(random_checkpoint, family):
+    folder = random_checkpoint(family, is_centred=True)
     said = run_engine(folder, tensor_parallel_size=2, processes=True)
     assert said["answers"] == [answers_of(folder)]
 

@@ -105,6 +105,7 @@ def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, mo
         ("k_proj.bias", "k"),
         ("qkv_proj.weight", "qkv"),
         ("q_norm.weight", "q"),
+        ("sinks", "q"),
     ],
 )
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
@@ -113,9 +114,10 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     model._settings, model._num_heads = SimpleNamespace(head_dim=16, layers=(3, 5)), 8
     model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
-    blocks = [torch.randn(len(order[states]) * 16) for states in heads]
+    size = 1 if weight == "sinks" else 16
+    blocks = [torch.randn(len(order[states]) * size) for states in heads]
     expected = [
-        block.unflatten(0, (-1, 16))[order[states]].flatten()
+        block.unflatten(0, (-1, size))[order[states]].flatten()
         for block, states in zip(blocks, heads, strict=True)
     ]
     name = f"model.layers.3.self_attn.{weight}"
