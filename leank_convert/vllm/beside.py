@@ -9,9 +9,12 @@ from typing import Any
 
 from vllm.config import CacheConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from leank_convert.vllm.pages import STEP, ModelPages, coming_block_size
 
@@ -31,11 +34,12 @@ def check_kinds(attentions: Sequence[Attention], pruned: Sequence[int]) -> None:
             )
 
 
-def lay_beside(pages: ModelPages, others: Sequence[Attention], cache: CacheConfig) -> ModelPages:
+def lay_beside_windows(
+    pages: ModelPages, others: Sequence[Attention], cache_config: CacheConfig
+) -> ModelPages:
     """Have layers with a window keep tokens in pages of the pruned layers' size, and return the latter."""
-    # Before vLLM asks all backends for a size that they share.
-    cache.block_size, cache.user_specified_block_size = coming_block_size(cache), True
-    first, block_size = others[0], cache.block_size
+    block_size = _settle_block_size(cache_config, coming_block_size(cache_config))
+    first = others[0]
     numbers = 2 * first.num_kv_heads * first.head_size
     # Hits of the prefix cache end at multiples of all sizes; kernels cannot split a page that is padded.
     sizes = [
@@ -50,6 +54,28 @@ def lay_beside(pages: ModelPages, others: Sequence[Attention], cache: CacheConfi
         bytes_of = page * get_dtype_size(attention.kv_cache_torch_dtype)
         attention.attn_backend = _backend_beside(attention.attn_backend, size, bytes_of)
     return pages
+
+
+def lay_beside_states(
+    pages: ModelPages, others: Sequence[MambaBase], pruned: Attention, cache_config: CacheConfig
+) -> ModelPages:
+    """Make pages of the pruned layers so large that each holds a state, and return them."""
+    shapes, dtypes = tuple(others[0].get_state_shape()), others[0].get_state_dtype()
+    state = MambaSpec(block_size=1, shapes=shapes, dtypes=dtypes).page_size_bytes
+    # As vLLM will have it: as many tokens as a dense layer keeps in a state's bytes.
+    numbers = 2 * pruned.num_kv_heads * pruned.head_size
+    step = coming_block_size(cache_config)
+    step_bytes = step * numbers * get_dtype_size(pruned.kv_cache_torch_dtype)
+    block_size = _settle_block_size(cache_config, step * cdiv(state, step_bytes))
+    # The scheduler ends chunks of a prompt at multiples of the smallest page, where states are kept.
+    pages = replace(pages, window_step=block_size)
+    return pages.beside(len(others), numbers * block_size, block_size)
+
+
+def _settle_block_size(cache_config: CacheConfig, block_size: int) -> int:
+    """Set the tokens of a kept page, before vLLM asks all backends for a size that they share."""
+    cache_config.block_size, cache_config.user_specified_block_size = block_size, True
+    return block_size
 
 
 def _takes(backend: type[AttentionBackend], block_size: int) -> bool:

@@ -30,12 +30,16 @@ FAMILIES = (
     "olmo3",
     "gemma3_text",
     "gpt_oss",
+    "qwen3_next",
 )
-MIXED = ("olmo3", "gemma3_text", "gpt_oss")
+MIXED = ("olmo3", "gemma3_text", "gpt_oss", "qwen3_next")
 """Families of which layers that are not pruned are served, too."""
+_LACKS_IMAGES = "vLLM's model asks for torchvision, which its build for CPUs lacks, so it was never run"
 _REASONS = {
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
     "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
+    "qwen3_5_text": _LACKS_IMAGES,
+    "qwen3_5_moe_text": _LACKS_IMAGES,
 }
 
 
@@ -101,10 +105,7 @@ class _RefusedConfig:
             ValueError: If there is a `leank` block.
         """
         if self.leank is not None:
-            reason = _REASONS.get(
-                self.model_type.removeprefix(LEANK_PREFIX),
-                "vLLM was not run with a LeanK cache beside its layers of other kinds",
-            )
+            reason = _REASONS[self.model_type.removeprefix(LEANK_PREFIX)]
             raise ValueError(
                 f"config.json: `model_type` {self.model_type!r}: {reason}; served are {', '.join(FAMILIES)}: "
                 "decode with transformers, or serve the original model densely"

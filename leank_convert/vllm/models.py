@@ -21,6 +21,7 @@ from vllm.distributed import (
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
@@ -38,7 +39,7 @@ from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.backend import LeanKBackend
-from leank_convert.vllm.beside import check_kinds, lay_beside
+from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import ModelPages, coming_block_size
@@ -246,7 +247,8 @@ class _LeanKForCausalLM:
         self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         options = {"revision": vllm_config.model_config.revision}
         self._source = vllm_config.model_config.model, options
-        self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts
+        family = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)]
+        self._layers_differ = family.experts or "linear_attention" in family.other_layers
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
@@ -261,7 +263,9 @@ class _LeanKForCausalLM:
             tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
         )
         if others:
-            pages = lay_beside(pages, others, vllm_config.cache_config)
+            pages = lay_beside_windows(pages, others, vllm_config.cache_config)
+        if states := [layer for layer in context.values() if isinstance(layer, MambaBase)]:
+            pages = lay_beside_states(pages, states, modules[0].attn, vllm_config.cache_config)
         stage = pages.stages[get_pp_group().rank_in_group]
         firsts: dict[int, LeanKAttention] = {}
         parts = pages.layout(get_tensor_model_parallel_rank(), stage).parts
@@ -273,6 +277,7 @@ class _LeanKForCausalLM:
         self._attentions = [module.attn for module in modules]
         _compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
         self._has_output_bias = modules[0].o_proj.bias is not None
+        self._has_gate = getattr(modules[0], "attn_output_gate", False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks.
@@ -341,8 +346,8 @@ class _LeanKForCausalLM:
             # to them has a part for each head.
             yield name, tensor if self._quantized else self._with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
-            # Of a model with experts some layers may have none.
-            _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
+            # Layers may be without experts, or without heads.
+            _check_layers(name for name in names if not self._layers_differ or ".self_attn." in name)
 
     def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
@@ -359,7 +364,8 @@ class _LeanKForCausalLM:
             return tensor
         order = self._head_orders[layers.index(extract_layer_index(name))].to(tensor.device)
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
-        size = 1 if part == "sinks" else head_dim
+        # A query head's rows are followed by those of its gate.
+        size = 1 if part == "sinks" else 2 * head_dim if part == "q_proj" and self._has_gate else head_dim
         expected = sum(counts) * size
         if tensor.shape[dim] != expected:
             raise ValueError(

@@ -131,6 +131,7 @@ class ModelPages:
         stages: The first layer of every stage of a pipeline, and one past its last.
         num_parts: Pages of a block, each of some of a stage's layers.
         least: Numbers that a page has at least, for what layers of other kinds hold.
+        window_step: Tokens of a window page are a multiple of it.
     """
 
     widths: tuple[tuple[int, ...], ...]
@@ -139,6 +140,7 @@ class ModelPages:
     stages: tuple[tuple[int, int], ...]
     num_parts: int = 1
     least: int = 0
+    window_step: int = STEP
 
     @cached_property
     def heads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -193,8 +195,8 @@ class ModelPages:
         kept, window = self.numbers
         if not window:
             return block_size
-        most = max(STEP, block_size * kept * 17 // (window * 16))
-        sizes = range(STEP, most + 1, STEP)
+        most = max(self.window_step, block_size * kept * 17 // (window * 16))
+        sizes = range(self.window_step, most + 1, self.window_step)
         return max(size for size in sizes if math.lcm(size, block_size) <= 4 * block_size)
 
     def numbers_per_page(self, block_size: int) -> int:

@@ -58,8 +58,8 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     if "layers" in block and wanted in FP8_NAMES:
         yield (
-            f"a cache in {wanted} of a model with layers that are not pruned, whose own cache would be in it "
-            f"by scales of 1: add --kv-cache-dtype {plain}"
+            f"a cache in {wanted} beside layers that are not pruned, for which there are no scales: add "
+            f"--kv-cache-dtype {plain}"
         )
     if "layers" in block and parallel.pipeline_parallel_size > 1:
         yield (
@@ -98,6 +98,9 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.method not in _DRAFTS:
         yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
+    kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
+    if drafts is not None and "linear_attention" in kinds:
+        yield "drafts beside linear attention, which vLLM's build for CPUs cannot take back: leave them out"
     ranks = parallel.tensor_parallel_size
     reordered = any(order != sorted(order) for order in block.get("head_permutation", ()))
     if vllm_config.lora_config is not None and (ranks > 1 or reordered):

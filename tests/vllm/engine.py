@@ -1,7 +1,8 @@
 """Runs of vLLM's engine in a process of their own: `python engine.py JSON` prints a line of JSON for each.
 
-The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and
-`rounds`: how many of them are answered at once, time after time; null is all. Counters go on from run to run.
+The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, whether
+`scores` are to say how likely these were, and `rounds`: how many of them are answered at once, time after
+time; null is all. Counters go on from run to run.
 """
 
 import json
@@ -39,12 +40,16 @@ def run(asked):
     )
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None where it is in another process
     running = [0] if core is None else count_running(core.scheduler)
-    sampling = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
+    own = {"max_tokens": asked["new"], "logprobs": 0 if asked["scores"] else None}
+    sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **own)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    said = {"answers": [], "cached": [], "running": [], "preemptions": []}
+    said = {"answers": [], "cached": [], "running": [], "preemptions": [], "scores": []}
     for count in asked["rounds"]:
         outputs = llm.generate(prompts[:count], sampling, use_tqdm=False)
         said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
+        if asked["scores"]:
+            steps = [output.outputs[0].logprobs for output in outputs]
+            said["scores"].append([[next(iter(step.values())).logprob for step in own] for own in steps])
         said["cached"].append([output.num_cached_tokens for output in outputs])
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))

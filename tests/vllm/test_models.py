@@ -102,6 +102,7 @@ def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, mo
     ("weight", "heads"),
     [
         ("q_proj.weight", "q"),
+        ("q_proj.bias", "q"),  # of a model whose heads' outputs have gates
         ("k_proj.bias", "k"),
         ("qkv_proj.weight", "qkv"),
         ("q_norm.weight", "q"),
@@ -112,9 +113,9 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     """Two query heads to each of K and V; of the layers that are pruned the first rank has heads 0 and 3."""
     model = object.__new__(_LeanKForCausalLM)
     model._settings, model._num_heads = SimpleNamespace(head_dim=16, layers=(3, 5)), 8
-    model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
+    model._pages, model._has_gate = SimpleNamespace(heads=HEADS, widths=((),) * 2), weight == "q_proj.bias"
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
-    size = 1 if weight == "sinks" else 16
+    size = {"sinks": 1, "q_proj.bias": 2 * 16}.get(weight, 16)
     blocks = [torch.randn(len(order[states]) * size) for states in heads]
     expected = [
         block.unflatten(0, (-1, size))[order[states]].flatten()

@@ -28,7 +28,9 @@ def options(**changes):
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
+            dtype=torch.bfloat16,
+            attention_chunk_size=None,
+            hf_config=SimpleNamespace(leank={}),
         ),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -83,6 +85,13 @@ def options(**changes):
         ),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="ngram"),
+                "model_config__hf_config__layer_types": ["linear_attention", "full_attention"],
+            },
+            "drafts beside linear attention",
+        ),
         ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora: heads"),
         (
             {
@@ -95,7 +104,7 @@ def options(**changes):
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
             {"model_config__hf_config__leank": {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
-            "layers that are not pruned, whose own cache would be in it by scales of 1: add --kv-cache-",
+            "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
         (
             {"model_config__hf_config__leank": {"layers": [1]}, "parallel_config__pipeline_parallel_size": 2},
