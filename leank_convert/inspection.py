@@ -219,12 +219,15 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             hint="name a checkpoint or a mask; `leank-convert masks` lists the packaged ones",
         )
     family = (facts["model_type"] or "").removeprefix(LEANK_PREFIX)
-    mixed = "pruned_layers" in facts
-    if mixed or (family and family not in FAMILIES):
-        what = "model with layers that are not pruned" if mixed else f"`{family}` model"
+    if family and family not in FAMILIES:
         raise LeanKError(
-            f"`{facts['path']}`: vLLM serves no {what} with a LeanK cache",
-            hint=f"served are {', '.join(FAMILIES)}, with full attention in every layer",
+            f"`{facts['path']}`: vLLM serves no `{family}` model with a LeanK cache",
+            hint=f"served are {', '.join(FAMILIES)}",
+        )
+    if "pruned_layers" in facts:
+        raise LeanKError(
+            f"`{facts['path']}`: what layers that are not pruned hold in vLLM's cache is not counted",
+            hint="`vllm serve` says at its start how many tokens its cache holds",
         )
     kv_dtype = load.kv_dtype or facts.get("kv_dtype")
     if kv_dtype == "int4":

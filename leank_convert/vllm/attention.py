@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from leank_convert._runtime.layout_leank import ChunkLayout
 from leank_convert._runtime.pages_leank import PageList
+from leank_convert._runtime.sinks_leank import add_sink_token
 from leank_convert._runtime.step_leank import StoredView, hidden_tokens, make_view
 from leank_convert._runtime.stored_leank import StoredRow, StoreTensors
 
@@ -49,7 +50,7 @@ def gather_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[n, H_kv, D]`.
 
-    Keys lack their mean, all of them, which attention does not see.
+    Keys lack their mean, all of them, which attention does not see unless it has sinks.
     """
     return StoredRow(store, layout, row, num_tokens, 0, 0).dense(dtype)
 
@@ -80,7 +81,11 @@ def view_tables(
 
 
 def attend_densely(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally; the last query is the last token's.
 
@@ -89,17 +94,18 @@ def attend_densely(
         keys: `[n, H_kv, D]`.
         values: `[n, H_kv, D]`.
         softmax_scale: Factor on the logits.
+        sinks: Logits of the heads' attention sinks `[H]`; None without any.
 
     Returns:
         `[q, H, D]`.
     """
-    num_queries, num_heads, _ = query.shape
-    num_keys, num_kv_heads, _ = keys.shape
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
     # Repeated here, as not every of torch's kernels for such a mask takes fewer heads of K and V.
     repeated = (states.repeat_interleave(num_heads // num_kv_heads, dim=1) for states in (keys, values))
-    keys, values = (states.transpose(0, 1)[None] for states in repeated)
-    mask = causal_lower_right(num_queries, num_keys)
-    output = scaled_dot_product_attention(
-        query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=softmax_scale
-    )
-    return output[0].transpose(0, 1)
+    query, keys, values = (states.transpose(0, 1)[None] for states in (query, *repeated))
+    if sinks is not None:
+        query, keys, values = add_sink_token(query, keys, values, sinks[None, :, None], softmax_scale)
+    mask = causal_lower_right(num_queries, keys.shape[2])
+    output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=softmax_scale)
+    return output[0, ..., :head_dim].transpose(0, 1)

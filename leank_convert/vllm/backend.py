@@ -70,6 +70,11 @@ class LeanKBackend(AttentionBackend):
         return KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether heads may have attention sinks."""
+        return True
+
+    @classmethod
     def supports_rswa(cls) -> bool:
         """Whether prompts' lengths are told."""
         return True
@@ -241,13 +246,15 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         scale: float,
         num_kv_heads: int | None = None,
         *_: Any,
+        sinks: torch.Tensor | None = None,
         **__: Any,
     ) -> None:
+        self.sinks = sinks
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype = "auto"
         self.flash_attention = find_flash_attention(
-            num_heads, self.num_kv_heads, head_size, torch.get_default_dtype()
+            num_heads, self.num_kv_heads, head_size, torch.get_default_dtype(), sinks is not None
         )
 
     def forward(
@@ -289,6 +296,10 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 keys, values = key[part], value[part]
             else:
                 keys, values = gather_run(layer.page_kernels, store, layer.layout, run, query.dtype)
+                if (
+                    self.sinks is not None and layer.key_mean is not None
+                ):  # beside which a sink's logit stands
+                    keys = (keys + layer.key_mean[0]).to(query.dtype)
             self._attend_to_prompts(query[part], keys, values, run, output[part])
         return output
 
@@ -312,13 +323,14 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 max_seqlen_k=run.longest_keys,
                 softmax_scale=self.scale,
                 causal=True,
+                s_aux=self.sinks,
             )
             return
         first = 0
         for part in run.parts:
             own = slice(first, first + part.num_tokens)
             tokens = slice(part.first - run.tokens.start, part.stop - run.tokens.start)
-            output[tokens] = attend_densely(query[tokens], keys[own], values[own], self.scale)
+            output[tokens] = attend_densely(query[tokens], keys[own], values[own], self.scale, self.sinks)
             first += part.num_tokens
 
     def _attend_with_rows(
@@ -346,10 +358,19 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         kernels = layer.wide_kernels if rows.is_wide else layer.kernels
         if kernels is None:
             view = rows.view(store, sink_size, step.max_length)
-            return decode_attention(query, store, view, layout=layer.layout, softmax_scale=self.scale)
+            return decode_attention(
+                query, store, view, layout=layer.layout, softmax_scale=self.scale, sinks=self.sinks
+            )
         plan = rows.plan(kernels, sink_size)
         attended: torch.Tensor = kernels.attend(
-            query, store, rows.seen, rows.pruned, plan, sink_size=sink_size, softmax_scale=self.scale
+            query,
+            store,
+            rows.seen,
+            rows.pruned,
+            plan,
+            sink_size=sink_size,
+            softmax_scale=self.scale,
+            sinks=self.sinks,
         )
         return attended
 

@@ -63,7 +63,7 @@ def count_pruned(
         block_size: Tokens of a kept page.
     """
     pages = ModelPages(tuple(map(tuple, widths)), head_dim, 1, ((0, len(widths)),))
-    blocks = memory // (pages.numbers_per_block(block_size) * element_bytes)
+    blocks = memory // (pages.numbers_per_page(block_size) * element_bytes)
     window_size = pages.window_block_size(block_size)
     kept = -(-tokens // block_size)
     whole = -(-tokens // window_size) if pages.numbers.window else 0

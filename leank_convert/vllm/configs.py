@@ -27,10 +27,19 @@ FAMILIES = (
     "smollm3",
     "seed_oss",
     "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_next",
 )
+MIXED = ("olmo3", "gemma3_text", "gpt_oss", "qwen3_next")
+"""Families of which layers that are not pruned are served, too."""
+_LACKS_IMAGES = "vLLM's model asks for torchvision, which its build for CPUs lacks, so it was never run"
 _REASONS = {
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
     "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
+    "qwen3_5_text": _LACKS_IMAGES,
+    "qwen3_5_moe_text": _LACKS_IMAGES,
 }
 
 
@@ -38,6 +47,7 @@ class _ServedConfig:
     """What vLLM asks of a config beyond the family's."""
 
     leank: dict[str, Any] | None
+    model_type: str
     architectures: list[str] | None
     rope_parameters: dict[str, Any] | None
 
@@ -45,16 +55,18 @@ class _ServedConfig:
         """Check the version of vLLM, then the `leank` block.
 
         Raises:
-            ValueError: If the installed vLLM is another, not all layers are pruned, or there are biases that
-                vLLM's model lacks.
+            ValueError: If the installed vLLM is another, or its model of the family lacks layers or biases.
         """
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        if self.leank is not None and "layers" in self.leank:
+        family = self.model_type.removeprefix(LEANK_PREFIX)
+        quantized = getattr(self, "quantization_config", None)
+        if family == "gpt_oss" and isinstance(quantized, dict) and quantized["quant_method"] == "mxfp4":
+            quantized["quant_method"] = "gpt_oss_mxfp4"  # as vLLM calls it where `model_type` is the family's
+        if self.leank is not None and "layers" in self.leank and family not in MIXED:
             raise ValueError(
-                "config.json: `leank.layers` names the layers that are pruned, and vLLM was not run with a "
-                "LeanK cache beside a sliding window; decode with transformers, or serve the original model "
-                "densely"
+                "config.json: `leank.layers` names the layers that are pruned, and vLLM's model of the "
+                "family has a window in all layers or in none; decode with transformers"
             )
         if self.leank is not None and getattr(self, "use_bias", False):
             raise ValueError(
@@ -93,10 +105,7 @@ class _RefusedConfig:
             ValueError: If there is a `leank` block.
         """
         if self.leank is not None:
-            reason = _REASONS.get(
-                self.model_type.removeprefix(LEANK_PREFIX),
-                "vLLM was not run with a LeanK cache beside its layers of other kinds",
-            )
+            reason = _REASONS[self.model_type.removeprefix(LEANK_PREFIX)]
             raise ValueError(
                 f"config.json: `model_type` {self.model_type!r}: {reason}; served are {', '.join(FAMILIES)}: "
                 "decode with transformers, or serve the original model densely"

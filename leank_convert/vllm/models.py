@@ -21,12 +21,13 @@ from vllm.distributed import (
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import get_dtype_size, set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, KVCacheSpecKind
 
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
 from leank_convert._runtime.decode_kernels_leank import DecodeKernels
@@ -39,9 +40,10 @@ from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.backend import LeanKBackend
+from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
-from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
+from leank_convert.vllm.pages import ModelPages, coming_block_size
 from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
@@ -56,6 +58,7 @@ _HEADS = {
     "qkv_proj": "qkv",
     "q_norm": "q",
     "k_norm": "k",
+    "sinks": "q",
 }
 
 
@@ -82,14 +85,16 @@ class LeanKWindow(nn.Module, AttentionLayerBase):
 class LeanKAttention(Attention):
     """Attention of a layer whose K and V lie in the pages of two cache groups.
 
-    The stage's first layer has the cache of all, the others share it: a page holds all layers' part of its
-    tokens. vLLM knows no shared caches in a group with others, such as those of layers that draft: with them
-    the other layers have a cache of one number a token, which is not used.
+    The first layer of a page has the cache of all that lie in it, the others share it: it holds all layers'
+    part of its tokens, or that of some where layers of other kinds lie beside. vLLM knows no shared caches
+    in a group with others, such as those of layers that draft: with them the other layers have a cache of
+    one number a token, which is not used.
 
     Attributes:
         sizes: Of the window.
+        row: The layer's place among those that are pruned.
         layout: How the channels of the rank's heads are cut.
-        start: Where the layer begins in a token's numbers.
+        start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
@@ -115,6 +120,7 @@ class LeanKAttention(Attention):
             prefix=stock.layer_name,
             kv_sharing_target_layer_name=first.layer_name if first and not has_drafter(vllm_config) else None,
             attn_backend=LeanKBackend,
+            sinks=getattr(stock.impl, "sinks", None),
         )
         if self.head_size != settings.head_dim:  # vLLM's Qwen2 takes hidden_size / heads whatever is stated
             raise ValueError(
@@ -129,11 +135,11 @@ class LeanKAttention(Attention):
 
         rank = get_tensor_model_parallel_rank()
         stage = pages.stages[get_pp_group().rank_in_group]
-        layer = extract_layer_index(stock.layer_name)
+        self.row = settings.layers.index(extract_layer_index(stock.layer_name))
         own = pages.layout(rank, stage)
-        self.layout = own.layers[layer - stage[0]]
-        self.start = own.starts[layer - stage[0]]
-        mask = settings.channel_masks[layer, list(pages.heads[rank][layer])]
+        self.layout = own.layers[self.row - stage[0]]
+        self.start = own.starts[self.row - stage[0]]
+        mask = settings.channel_masks[self.row, list(pages.heads[rank][self.row])]
         device = self._k_scale.device
         index = self.layout.chunk_index(order_channels(mask)[None])
         table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
@@ -203,6 +209,7 @@ class LeanKAttention(Attention):
             "num_columns": num_columns,
             "load_tokens": self._load_tokens,
             "cache_dtype": None if cache_dtype == self.dtype else cache_dtype,
+            "has_sinks": self.has_sink,
             "has_glue": False,
         }
 
@@ -232,7 +239,7 @@ class LeanKAttention(Attention):
             "num_head_slots": 1,
             "state_content_bytes": (numbers.kept if kept else numbers.window) * element,
             # Both alike, so that vLLM needs to pack nothing.
-            "page_size_padded": self.pages.numbers_per_block(block_size) * element,
+            "page_size_padded": self.pages.numbers_per_page(block_size) * element,
         }
 
 
@@ -244,33 +251,49 @@ class _LeanKForCausalLM:
         if vllm_config.lora_config is not None:
             check_adapters()
         vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
+        config = vllm_config.model_config.hf_config
+        settings = read_settings(config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
-        vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        if len(settings.layers) == config.num_hidden_layers:
+            vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        else:
+            full = KVCacheSpecKind.FULL_ATTENTION.value
+            vllm_config.attention_config.backend_per_kind = {full: AttentionBackendEnum[BACKEND]}
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        config = self._config = vllm_config.model_config.hf_config
+        self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         options = {"revision": vllm_config.model_config.revision}
         self._source = vllm_config.model_config.model, options
-        self._settings, self._num_heads = read_settings(config), config.num_attention_heads
-        self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts
+        family = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)]
+        self._layers_differ = family.experts or "linear_attention" in family.other_layers
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
-        num_layers, num_stages = len(self._settings.widths), get_pp_group().world_size
+        check_kinds([module.attn for module in modules], settings.layers)
+        others = [module.attn for module in modules if module.attn.sliding_window is not None]
+        modules = [module for module in modules if module.attn.sliding_window is None]
+        num_layers, num_stages = len(settings.widths), get_pp_group().world_size
         pages = ModelPages(
-            self._settings.widths,
-            self._settings.head_dim,
+            settings.widths,
+            settings.head_dim,
             get_tensor_model_parallel_world_size(),
             tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
         )
-        first = None
-        for module in modules:
+        if others:
+            pages = lay_beside_windows(pages, others, vllm_config.cache_config)
+        if states := [layer for layer in context.values() if isinstance(layer, MambaBase)]:
+            pages = lay_beside_states(pages, states, modules[0].attn, vllm_config.cache_config)
+        stage = pages.stages[get_pp_group().rank_in_group]
+        firsts: dict[int, LeanKAttention] = {}
+        parts = pages.layout(get_tensor_model_parallel_rank(), stage).parts
+        for module, part in zip(modules, parts, strict=True):
             del context[module.attn.layer_name]
-            module.attn = LeanKAttention(module.attn, self._settings, pages, vllm_config, first)
-            first = first or module.attn
+            module.attn = LeanKAttention(module.attn, settings, pages, vllm_config, firsts.get(part))
+            firsts.setdefault(part, module.attn)
         self._pages = pages
         self._attentions = [module.attn for module in modules]
         _compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
         self._has_output_bias = modules[0].o_proj.bias is not None
+        self._has_gate = getattr(modules[0], "attn_output_gate", False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks.
@@ -293,8 +316,8 @@ class _LeanKForCausalLM:
             return
         rank = get_tensor_model_parallel_rank()
         for attention in self._attentions:
-            layer = extract_layer_index(attention.layer_name)
-            attention.key_mean.copy_(means[layer][:, list(self._pages.heads[rank][layer])])
+            heads = list(self._pages.heads[rank][attention.row])
+            attention.key_mean.copy_(means[attention.row][:, heads])
 
     def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""
@@ -302,7 +325,7 @@ class _LeanKForCausalLM:
         shape = [self._settings.num_key_value_heads, self._settings.head_dim]
         found: list[list[torch.Tensor]] = []
         for attention in self._attentions:
-            heads = list(self._pages.heads[rank][extract_layer_index(attention.layer_name)])
+            heads = list(self._pages.heads[rank][attention.row])
             found.append([])
             for kind in SCALE_NAMES:
                 name = f"{attention.layer_name.rpartition('.')[0]}.{kind}"
@@ -316,7 +339,7 @@ class _LeanKForCausalLM:
 
     @cached_property
     def _head_orders(self) -> list[torch.Tensor]:
-        """Each layer's KV heads, in the order in which vLLM gives ranks equal parts."""
+        """Each pruned layer's KV heads, in the order in which vLLM gives ranks equal parts."""
         hands = dict.fromkeys(self._pages.heads)  # several ranks may have the same
         return [
             torch.tensor([head for hand in hands for head in hand[layer]])
@@ -337,32 +360,36 @@ class _LeanKForCausalLM:
             names.add(name)
             yield name, self.with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
-            # Of a model with experts some layers may have none.
-            _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
+            # Layers may be without experts, or without heads.
+            _check_layers(name for name in names if not self._layers_differ or ".self_attn." in name)
 
     def with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
         part = next((part for part in name.split(".") if part in _HEADS), "")
-        head_dim = self._settings.head_dim
-        if not part or ("norm" in part and len(tensor) == head_dim):  # a norm that heads share
+        layers, head_dim = self._settings.layers, self._settings.head_dim
+        if not part or extract_layer_index(name) not in layers:
+            return tensor
+        if "norm" in part and len(tensor) == head_dim:  # heads share it
             return tensor
         dim = 1 if part == "o_proj" else 0
         if dim and name.endswith(".bias"):  # the output's, which has no heads
             if not self._has_output_bias:
                 raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
             return tensor
-        order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+        order = self._head_orders[layers.index(extract_layer_index(name))].to(tensor.device)
         is_ordered = bool((order.diff() > 0).all())
         if is_ordered and self._quantized:  # in whichever layout
             return tensor
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
-        size, expected = head_dim, sum(counts) * head_dim
-        if self._quantized:
-            size = count_of_head(name, tensor, dim, sum(counts), head_dim)
+        # A query head's rows are followed by those of its gate.
+        size = 1 if part == "sinks" else 2 * head_dim if part == "q_proj" and self._has_gate else head_dim
+        expected = sum(counts) * size
+        if self._quantized and part != "sinks":
+            size = count_of_head(name, tensor, dim, sum(counts), size)
         elif tensor.shape[dim] != expected:
             raise ValueError(
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
-                f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
+                f"{sum(counts)} heads of {size}; export the checkpoint again"
             )
         if is_ordered or size is None:  # without a copy
             return tensor
@@ -425,11 +452,6 @@ def _register_transformers_model(name: str) -> None:
     # A class of this module: transformers prefers it to code that the checkpoint names.
     fields = {"__module__": __name__, "config_class": config_class}
     AutoModel.register(config_class, type(stock.__name__, (stock,), fields), exist_ok=True)
-
-
-def coming_block_size(cache_config: Any) -> int:
-    """Tokens of a kept page: vLLM asks the backend for them when models are loaded and kernels compiled."""
-    return cache_config.block_size if cache_config.user_specified_block_size else BLOCK_SIZE
 
 
 def _load_tokens(pages: ModelPages, block_size: int) -> int:

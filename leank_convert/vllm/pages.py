@@ -8,15 +8,18 @@ A page is one piece of memory for all layers of a rank. Kept pages hold of each 
 so kept and window page together are a dense page, but for the padding of a head's last chunk. Ranks have to
 agree on a page's size: of one page for all layers that is the largest of sums, which differ little between
 ranks, not a sum of largests.
+
+Where layers of other kinds lie beside the pruned ones, vLLM makes groups of as many layers each, with pages
+of one size. So there a block is several pages, each of some pruned layers, and the others need few groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +29,11 @@ BLOCK_SIZE = 64
 """Tokens of a kept page where none are asked for: a tile of the decode kernels."""
 STEP = 16
 """Tokens of a page are a multiple of it."""
+
+
+def coming_block_size(cache_config: Any) -> int:
+    """Tokens of a kept page: vLLM asks the backend for them when models are loaded and kernels compiled."""
+    return cache_config.block_size if cache_config.user_specified_block_size else BLOCK_SIZE
 
 
 class Numbers(NamedTuple):
@@ -84,23 +92,32 @@ class PageLayout:
 
     Attributes:
         layers: How the channels of the rank's heads are cut, of each of its layers.
+        parts: Which page of a block each of them lies in.
     """
 
     layers: tuple[ChunkLayout, ...]
+    parts: tuple[int, ...]
 
     @cached_property
     def starts(self) -> tuple[Numbers, ...]:
-        """Where in a token's numbers each layer begins, and one past the last."""
-        starts = [Numbers(0, 0)]
-        for layout in self.layers:
-            own = numbers_of(layout)
-            starts.append(Numbers(starts[-1].kept + own.kept, starts[-1].window + own.window))
+        """Where in a token's numbers of its page each layer begins."""
+        starts, ends = [], [Numbers(0, 0)] * (1 + max(self.parts))
+        for layout, part in zip(self.layers, self.parts, strict=True):
+            starts.append(ends[part])
+            ends[part] = _behind(ends[part], layout)
         return tuple(starts)
 
     @property
     def numbers(self) -> Numbers:
-        """Numbers of a token in all layers."""
-        return self.starts[-1]
+        """Numbers of a token in a page: the largest, as all have to be of one size."""
+        ends = [_behind(start, layout) for start, layout in zip(self.starts, self.layers, strict=True)]
+        return Numbers(max(end.kept for end in ends), max(end.window for end in ends))
+
+
+def _behind(start: Numbers, layout: ChunkLayout) -> Numbers:
+    """Where a layer ends that begins there."""
+    own = numbers_of(layout)
+    return Numbers(start.kept + own.kept, start.window + own.window)
 
 
 @dataclass(frozen=True)
@@ -112,12 +129,18 @@ class ModelPages:
         head_dim: D.
         num_ranks: Ranks of tensor parallelism.
         stages: The first layer of every stage of a pipeline, and one past its last.
+        num_parts: Pages of a block, each of some of a stage's layers.
+        least: Numbers that a page has at least, for what layers of other kinds hold.
+        window_step: Tokens of a window page are a multiple of it.
     """
 
     widths: tuple[tuple[int, ...], ...]
     head_dim: int
     num_ranks: int
     stages: tuple[tuple[int, int], ...]
+    num_parts: int = 1
+    least: int = 0
+    window_step: int = STEP
 
     @cached_property
     def heads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -138,8 +161,23 @@ class ModelPages:
                     tuple(self.widths[layer][head] for head in dealt[layer]), self.head_dim, self.chunk_size
                 )
                 for layer in range(*stage)
-            )
+            ),
+            self.parts(stage),
         )
+
+    def parts(self, stage: tuple[int, int]) -> tuple[int, ...]:
+        """Deal a stage's layers to the pages of a block, alike in all ranks.
+
+        The widest go first, each to the page that has least.
+        """
+        layouts = [ChunkLayout(self.widths[layer], self.head_dim, self.chunk_size) for layer in range(*stage)]
+        # One more each, so that no page stays empty.
+        numbers = [numbers_of(layout).kept + 1 for layout in layouts]
+        sums, parts = [0] * self.num_parts, {}
+        for layer in sorted(range(len(numbers)), key=lambda layer: -numbers[layer]):
+            parts[layer] = min(range(self.num_parts), key=sums.__getitem__)
+            sums[parts[layer]] += numbers[layer]
+        return tuple(part for _, part in sorted(parts.items()))
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -157,14 +195,33 @@ class ModelPages:
         kept, window = self.numbers
         if not window:
             return block_size
-        most = max(STEP, block_size * kept * 17 // (window * 16))
-        sizes = range(STEP, most + 1, STEP)
+        most = max(self.window_step, block_size * kept * 17 // (window * 16))
+        sizes = range(self.window_step, most + 1, self.window_step)
         return max(size for size in sizes if math.lcm(size, block_size) <= 4 * block_size)
 
-    def numbers_per_block(self, block_size: int) -> int:
-        """Numbers of a block of the pool: those of the larger page."""
+    def numbers_per_page(self, block_size: int) -> int:
+        """Numbers of a page of the pool: those of the larger one."""
         kept, window = self.numbers
-        return max(kept * block_size, window * self.window_block_size(block_size))
+        return max(kept * block_size, window * self.window_block_size(block_size), self.least)
+
+    def beside(self, num_others: int, least: int, block_size: int) -> ModelPages:
+        """Split blocks for a model with layers of other kinds, for few groups at little cost.
+
+        A group has as many of these as a block has pages. But the fewer pruned layers share a page the more
+        the widest say how large all are: by an eighth at most.
+
+        Args:
+            num_others: Layers of other kinds.
+            least: Numbers of the smallest page that one of them can have.
+            block_size: Tokens of a kept page.
+        """
+        splits = [
+            replace(self, num_parts=count, least=least)
+            for count in range(1, min(len(self.widths), num_others) + 1)
+        ]
+        costs = {split: split.num_parts * split.numbers_per_page(block_size) for split in splits}
+        fit = [split for split in splits if costs[split] <= costs[splits[0]] * 9 // 8]
+        return min(fit, key=lambda split: (-(-num_others // split.num_parts), costs[split]))
 
 
 class LayerPages(NamedTuple):

@@ -24,7 +24,7 @@ _NEW, _ALL = (70, 33), (70, 200)
 
 @functools.cache
 def find_flash_attention(
-    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, has_sinks: bool
 ) -> Attend | None:
     """Return vLLM's flash attention, in its version for this device; None where torch's must do.
 
@@ -41,13 +41,15 @@ def find_flash_attention(
         return None
     if not FlashAttentionBackend.supports_head_size(head_size):
         return None
+    if has_sinks and not FlashAttentionBackend.supports_sink():
+        return None
     version = get_flash_attn_version(head_size=head_size)
     if version is None:
         return None
     found = functools.partial(flash_attn_varlen_func, fa_version=version)
     try:
         device = torch.device(current_platform.device_type)
-        error = disagreement(found, num_heads, num_kv_heads, head_size, dtype, device)
+        error = disagreement(found, (num_heads, num_kv_heads, head_size), dtype, device, has_sinks)
         if error <= 2 * torch.finfo(dtype).eps:
             return found
         reason = f"it disagrees with torch's by {error:.1e} of the output"
@@ -60,14 +62,10 @@ def find_flash_attention(
 
 
 def disagreement(
-    attend: Attend,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    attend: Attend, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, has_sinks: bool
 ) -> float:
     """Return how far attention to two prompts is from torch's, as a share of the output; NaN counts as 1."""
+    num_heads, num_kv_heads, head_size = sizes
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -79,7 +77,7 @@ def disagreement(
     starts, key_starts = (
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (_NEW, _ALL)
     )
-    scale = head_size**-0.5
+    scale, sinks = head_size**-0.5, random(num_heads) if has_sinks else None
     attend(
         q=query,
         k=keys,
@@ -91,8 +89,10 @@ def disagreement(
         max_seqlen_k=max(_ALL),
         softmax_scale=scale,
         causal=True,
+        s_aux=sinks,
     )
     parts = zip(query.split(_NEW), keys.split(_ALL), values.split(_ALL), strict=True)
-    expected = torch.cat([attend_densely(q.float(), k.float(), v.float(), scale) for q, k, v in parts])
+    whole = ([states.float() for states in part] for part in parts)
+    expected = torch.cat([attend_densely(q, k, v, scale, sinks) for q, k, v in whole])
     error = float((output.float() - expected).norm() / expected.norm())
     return error if error == error else 1.0

@@ -63,6 +63,16 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"a cache in {wanted} needs measured scales, as requests share pages, and this checkpoint has "
             f"none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype {plain}"
         )
+    if "layers" in block and wanted in FP8_NAMES:
+        yield (
+            f"a cache in {wanted} beside layers that are not pruned, for which there are no scales: add "
+            f"--kv-cache-dtype {plain}"
+        )
+    if "layers" in block and parallel.pipeline_parallel_size > 1:
+        yield (
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a stage may have no layer that is "
+            "pruned; use --tensor-parallel-size instead"
+        )
     load_format = vllm_config.load_config.load_format
     if load_format in _STATES and (wanted in FP8_NAMES or block.get("key_mean")):
         yield (
@@ -77,6 +87,8 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield f"--block-size {cache.block_size}: pages are of a multiple of {STEP} tokens"
     # Before the next, which vLLM asks for itself with some connectors.
     if vllm_config.kv_transfer_config is not None:
+        if "layers" in block:
+            yield "--kv-transfer-config beside layers that are not pruned: it was never run; leave it out"
         yield from _problems_of_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
@@ -90,6 +102,11 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if backend is not None and backend.name != BACKEND:
         yield f"--attention-backend {backend.name} reads another cache; leave it out"
     drafts = vllm_config.speculative_config
+    kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
+    if drafts is not None and "linear_attention" in kinds:
+        yield "drafts beside linear attention, which vLLM's build for CPUs cannot take back: leave them out"
+    if has_drafter(vllm_config) and "layers" in block:
+        yield "drafts of a model beside layers that are not pruned: they were never run; leave them out"
     if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
         yield (
             f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "

@@ -77,13 +77,20 @@ def random_checkpoint(
             "pad_token_id": 0,
         }
         own = {**OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
+        if "layer_types" in own:  # more layers of the other kind than pruned ones, so more than one group
+            own["layer_types"] = [*[*family.other_layers, "full_attention"] * 3, *family.other_layers]
+            own.update({key: 128 for key in own if key == "sliding_window"}, num_hidden_layers=7)
+        # What vLLM's kernels for CPUs take.
+        own.update({key: 64 for key in own if key in ("linear_key_head_dim", "linear_value_head_dim")})
+        if model_type == "gpt_oss":  # whose rounding would change choices among experts
+            own.update(num_experts_per_tok=own["num_local_experts"], intermediate_size=128)
         if model_type == "ernie4_5":
             own["use_bias"] = False  # vLLM's model has none
         if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says
             own["rope_parameters"] = {**own["rope_parameters"], "factor": 64.0}
         torch.manual_seed(0)
         model = getattr(transformers, family.causal_lm_class)(
-            getattr(transformers, family.config_class)(**sizes, **own)
+            getattr(transformers, family.config_class)(**{**sizes, **own})
         )
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -174,13 +181,19 @@ def run_engines(folders: Sequence[Path], lengths: tuple[int, ...], new: int) -> 
 
 
 def _ask(
-    folder: Path, lengths: tuple[int, ...], new: int, rounds: Sequence[int | None], **options: Any
+    folder: Path,
+    lengths: tuple[int, ...],
+    new: int,
+    rounds: Sequence[int | None],
+    scores: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     return {
         "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
         "prompts": prompts_of(folder, lengths),
         "new": new,
         "rounds": rounds,
+        "scores": scores,
     }
 
 

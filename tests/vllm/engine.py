@@ -1,9 +1,10 @@
 """Runs of vLLM's engine in a process of their own: `python engine.py JSON` prints a line of JSON for each.
 
-The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and
-`rounds`: how many of them are answered at once, time after time; null is all. `adapters` among the options is
-the folder of each prompt's LoRA adapter, null without one. `transfers` say for each prompt which pages move,
-and `then` is a run in another process, which takes them over. Counters go on from run to run.
+The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, whether
+`scores` are to say how likely these were, and `rounds`: how many of them are answered at once, time after
+time; null is all. `adapters` among the options is the folder of each prompt's LoRA adapter, null without
+one. `transfers` say for each prompt which pages move, and `then` is a run in another process, which takes
+them over. Counters go on from run to run.
 """
 
 import json
@@ -56,6 +57,7 @@ def run(asked):
         SamplingParams(
             temperature=0,
             max_tokens=asked["new"],
+            logprobs=0 if asked["scores"] else None,
             ignore_eos=True,
             detokenize=False,
             extra_args=transfer and {"kv_transfer_params": transfer},
@@ -63,12 +65,15 @@ def run(asked):
         for transfer in transfers
     ]
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    said = {"answers": [], "cached": [], "running": [], "preemptions": []}
+    said = {"answers": [], "cached": [], "running": [], "preemptions": [], "scores": []}
     for count in asked["rounds"]:
         outputs = llm.generate(
             prompts[:count], sampling[:count], use_tqdm=False, lora_request=adapters[:count]
         )
         said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
+        if asked["scores"]:
+            steps = [output.outputs[0].logprobs for output in outputs]
+            said["scores"].append([[next(iter(step.values())).logprob for step in own] for own in steps])
         said["cached"].append([output.num_cached_tokens for output in outputs])
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))

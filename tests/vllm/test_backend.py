@@ -42,10 +42,10 @@ class Kernels:
         new = (states.transpose(1, 2)[rows, columns] for states in (keys, values))
         append_by_slot(*new, store, LAYOUT, *slots)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, **options):
         assert plan.equal(plan_tiles(seen, pruned, sink_size))
         view = view_tables(store, seen, pruned, sink_size, 96)
-        return decode_attention(query, store, view, layout=LAYOUT, softmax_scale=softmax_scale)
+        return decode_attention(query, store, view, layout=LAYOUT, **options)
 
 
 class PageKernels:
@@ -62,14 +62,14 @@ class PageKernels:
 
 
 def flash_attention(
-    q, k, v, out, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, s_aux
 ):
     """Stands for vLLM's own, written out."""
     assert causal and (len(q), len(k), len(v)) == (cu_seqlens_q[-1], cu_seqlens_k[-1], cu_seqlens_k[-1])
     bounds = [[slice(*pair) for pair in pairwise(starts.tolist())] for starts in (cu_seqlens_q, cu_seqlens_k)]
     for queries, keys in zip(*bounds, strict=True):
         assert len(q[queries]) <= max_seqlen_q and len(k[keys]) <= max_seqlen_k
-        out[queries] = attend_densely(q[queries], k[keys], v[keys], softmax_scale)
+        out[queries] = attend_densely(q[queries], k[keys], v[keys], softmax_scale, s_aux)
 
 
 def make_layer(kernels, is_fp8):
@@ -152,8 +152,12 @@ def batch(queries, lengths, prompts, first_page=1):
     ],
     ids=["one token each", "drafts", "padding", "mixed", "prompts, some in chunks"],
 )
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
-def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_fp8", "sinks"),
+    [(False, None), (True, None), (False, torch.arange(len(LAYOUT.widths) * GROUPS) / 4)],
+    ids=["as they come", "fp8", "sinks"],
+)
+def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, sinks, monkeypatch):
     num_heads = len(LAYOUT.widths)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
@@ -169,7 +173,7 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
         context = SimpleNamespace(attn_metadata={"window": steps[1]})
         monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
         output = torch.zeros_like(query)
-        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
+        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads, sinks=sinks)
         impl.flash_attention = kernels and flash_attention
         impl.forward(layer, query, key, value, kept, steps[0], output)
         outputs.append(output[real])
@@ -181,6 +185,7 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
 
 def test_a_prompt_attends_to_what_it_is_not_to_what_pages_round_it_to(monkeypatch):
     """As in the runtime; what follows it in a further step attends to pages."""
+    torch.manual_seed(0)
     num_heads = len(LAYOUT.widths)
     query, key, value = (
         torch.randn(20, count, HEAD_DIM) for count in (num_heads * GROUPS, num_heads, num_heads)
@@ -217,9 +222,9 @@ def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):
 
 
 def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
-    def find(head_size=128, dtype=torch.bfloat16):
+    def find(head_size=128, dtype=torch.bfloat16, has_sinks=False):
         prompt_attention.find_flash_attention.cache_clear()
-        return prompt_attention.find_flash_attention(4, 2, head_size, dtype)
+        return prompt_attention.find_flash_attention(4, 2, head_size, dtype, has_sinks)
 
     assert find() is None  # on a CPU
     here = SimpleNamespace(is_cuda=lambda: True, device_type="cpu")
@@ -228,13 +233,19 @@ def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
         flash_attn_varlen_func=lambda fa_version, **given: flash_attention(**given),
         get_flash_attn_version=lambda head_size: 3,
     )
-    stock = SimpleNamespace(supported_dtypes=[torch.bfloat16], supports_head_size=lambda size: size == 128)
+    stock = SimpleNamespace(
+        supported_dtypes=[torch.bfloat16],
+        supports_head_size=lambda size: size == 128,
+        supports_sink=lambda: True,
+    )
     package = "vllm.v1.attention.backends"
     monkeypatch.setitem(sys.modules, f"{package}.fa_utils", own)
     monkeypatch.setitem(sys.modules, f"{package}.flash_attn", SimpleNamespace(FlashAttentionBackend=stock))
     assert find(head_size=64) is None
     assert find(dtype=torch.float32) is None
-    assert find().keywords == {"fa_version": 3} and not caplog.records
+    assert find().keywords == find(has_sinks=True).keywords == {"fa_version": 3} and not caplog.records
+    stock.supports_sink = lambda: False
+    assert find(has_sinks=True) is None
     own.flash_attn_varlen_func = lambda out, **given: None  # leaves what was there
     assert find() is None and "it disagrees with torch's by" in caplog.text
     own.flash_attn_varlen_func = lambda query: query

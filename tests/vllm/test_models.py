@@ -35,6 +35,7 @@ def set_scales(scales, monkeypatch):
     attentions = [
         SimpleNamespace(
             layer_name=f"model.layers.{layer}.self_attn.attn",
+            row=layer,
             key_scale=torch.ones(1, 2, 16),
             value_scale=torch.ones(1, 2, 16),
         )
@@ -76,10 +77,7 @@ def set_means(folder, monkeypatch, damage=None):
     elif damage == "another":
         save_file({"key_mean": MEANS + 1}, file)
     monkeypatch.setattr(models, "get_tensor_model_parallel_rank", lambda: 1)
-    attentions = [
-        SimpleNamespace(layer_name=f"model.layers.{layer}.self_attn.attn", key_mean=torch.zeros(1, 2, 16))
-        for layer in range(2)
-    ]
+    attentions = [SimpleNamespace(row=layer, key_mean=torch.zeros(1, 2, 16)) for layer in range(2)]
     model = SimpleNamespace(
         _attentions=attentions,
         _pages=SimpleNamespace(heads=HEADS),
@@ -104,23 +102,27 @@ def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, mo
     ("weight", "heads"),
     [
         ("q_proj.weight", "q"),
+        ("q_proj.bias", "q"),  # of a model whose heads' outputs have gates
         ("k_proj.bias", "k"),
         ("qkv_proj.weight", "qkv"),
         ("q_norm.weight", "q"),
+        ("sinks", "q"),
     ],
 )
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
-    """Two query heads to each of K and V; in layer 0 the first rank has heads 0 and 3."""
+    """Two query heads to each of K and V; of the layers that are pruned the first rank has heads 0 and 3."""
     model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._num_heads, model._quantized = SimpleNamespace(head_dim=16), 8, False
-    model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
+    model._settings, model._num_heads = SimpleNamespace(head_dim=16, layers=(3, 5)), 8
+    model._pages, model._has_gate = SimpleNamespace(heads=HEADS, widths=((),) * 2), weight == "q_proj.bias"
+    model._quantized = False
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
-    blocks = [torch.randn(len(order[states]) * 16) for states in heads]
+    size = {"sinks": 1, "q_proj.bias": 2 * 16}.get(weight, 16)
+    blocks = [torch.randn(len(order[states]) * size) for states in heads]
     expected = [
-        block.unflatten(0, (-1, 16))[order[states]].flatten()
+        block.unflatten(0, (-1, size))[order[states]].flatten()
         for block, states in zip(blocks, heads, strict=True)
     ]
-    name = f"model.layers.0.self_attn.{weight}"
+    name = f"model.layers.3.self_attn.{weight}"
     assert model.with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
     of_one_rank = object.__new__(_LeanKForCausalLM)
     of_one_rank.__dict__.update(
@@ -133,16 +135,18 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
 
 def test_what_has_no_heads_stays_as_it_is():
     model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), True
-    for name in ("self_attn.q_norm.weight", "self_attn.o_proj.bias", "mlp.up_proj.weight"):
+    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16, layers=(0,)), True
+    for name in ("0.self_attn.q_norm.weight", "0.self_attn.o_proj.bias", "0.mlp.up_proj.weight"):
         shared = torch.randn(16)
-        assert model.with_ordered_heads(f"model.layers.0.{name}", shared) is shared
+        assert model.with_ordered_heads(f"model.layers.{name}", shared) is shared
+    whole = torch.randn(64)  # of a layer that is not pruned
+    assert model.with_ordered_heads("model.layers.1.self_attn.q_proj.weight", whole) is whole
 
 
 def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
     """It drops it without a word."""
     model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), False
+    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16, layers=(0,)), False
     with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
         model.with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
 

@@ -21,6 +21,7 @@ def options(**changes):
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
             world_size=1,
+            pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
@@ -28,7 +29,9 @@ def options(**changes):
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
+            dtype=torch.bfloat16,
+            attention_chunk_size=None,
+            hf_config=SimpleNamespace(leank={}),
         ),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -102,7 +105,36 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "`eagle3`"),
         ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="ngram"),
+                "model_config__hf_config__layer_types": ["linear_attention", "full_attention"],
+            },
+            "drafts beside linear attention",
+        ),
+        (
+            {
+                "speculative_config": drafts(None),
+                "model_config__hf_config__leank": {"layers": [1]},
+            },
+            "drafts of a model beside layers that are not pruned",
+        ),
+        (
+            {
+                "kv_transfer_config": transfer(),
+                "model_config__hf_config__leank": {"layers": [1]},
+            },
+            "--kv-transfer-config beside layers that are not pruned",
+        ),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
+        (
+            {"model_config__hf_config__leank": {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
+            "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
+        ),
+        (
+            {"model_config__hf_config__leank": {"layers": [1]}, "parallel_config__pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2: a stage may have no layer that is pruned",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -168,7 +200,14 @@ def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
         own(use_bias=True, leank={})
 
 
-def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
+def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(monkeypatch):
+    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
+    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKGptOssConfig")
+    quantized = own(quantization_config={"quant_method": "mxfp4"}).quantization_config
+    assert quantized == {"quant_method": "gpt_oss_mxfp4"}
+
+
+def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypatch):
     monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
@@ -184,6 +223,6 @@ def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
         "prune": "eager",
     }
     with pytest.raises(
-        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM was not"
+        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM's model"
     ):
         own(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)

@@ -63,7 +63,7 @@ def test_pages_of_ranks_are_within_a_twentieth_of_an_equal_share(name, num_ranks
 def test_a_pool_has_more_blocks_than_a_dense_model(name, num_ranks, more_blocks):
     pages = pages_of(name, num_ranks)
     dense = 2 * len(pages.widths) * len(pages.widths[0]) * pages.head_dim // num_ranks * 64
-    assert dense / pages.numbers_per_block(64) > more_blocks
+    assert dense / pages.numbers_per_page(64) > more_blocks
 
 
 @pytest.mark.parametrize("memory", [10 << 30, 40 << 30])
@@ -72,7 +72,7 @@ def test_a_pool_in_fp8_has_three_and_a_half_times_the_blocks_of_a_dense_one_in_b
     dense = count_dense(32 * 8, 128, 2, memory, 8192)
     pruned = count_pruned(pages.widths, 128, 1, Windows(4, 1024, 32), memory, 8192)
     assert pruned.blocks >= 3.5 * dense.blocks
-    assert pages.numbers_per_block(64) % 16 == 0  # bytes, of which kernels load 16 and more at once
+    assert pages.numbers_per_page(64) % 16 == 0  # bytes, of which kernels load 16 and more at once
 
 
 def test_stages_of_a_pipeline_agree_on_pages():

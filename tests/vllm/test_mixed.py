@@ -1,0 +1,195 @@
+"""Models with layers that are not pruned: these keep vLLM's own cache and attention beside a LeanK cache."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextForCausalLM
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
+from leank_convert.vllm.configs import MIXED
+from leank_convert.vllm.pages import ModelPages
+from tests.vllm.conftest import answers_of, prompts_of, run_engine
+
+TWICE = (None, None)
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+
+@pytest.mark.parametrize("family", [family for family in MIXED if family != "qwen3_next"])
+def test_prompts_in_chunks_then_from_the_prefix_cache(random_checkpoint, family):
+    folder = random_checkpoint(family, is_centred=True)
+    assert answers_of(folder) != answers_of(random_checkpoint(family))
+    said = run_engine(folder, rounds=TWICE, max_num_batched_tokens=128)
+    assert said["answers"] == [answers_of(folder)] * 2
+    assert min(said["cached"][1][1:3]) > 0
+    # Four layers, of which each group has as many as a block has pages.
+    assert said["groups"] == [
+        ["SlidingWindowSpec", 32],
+        ["SlidingWindowSpec", 32],
+        ["LeanKKeptSpec", 32],
+        ["LeanKWindowSpec", 16],
+    ]
+
+
+def test_requests_that_are_preempted_and_compute_their_answers_again(random_checkpoint):
+    folder = random_checkpoint("gemma3_text")
+    load = {"lengths": tuple(range(90, 106, 2)), "new": 200}
+    small = {"num_gpu_blocks_override": 100, "max_model_len": 320, "enable_prefix_caching": False}
+    said = run_engine(folder, **load, **small)
+    assert said["answers"] == [answers_of(folder, **load)]
+    assert said["preemptions"][0] > 2
+
+
+def test_drafts(random_checkpoint):
+    folder = random_checkpoint("olmo3")
+    said = run_engine(folder, speculative_config=NGRAMS)
+    assert said["answers"] == [answers_of(folder)]
+    assert said["accepted"] > 0
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])  # norms over all heads, and sinks of heads
+def test_two_ranks_of_tensor_parallelism(random_checkpoint, family):
+    folder = random_checkpoint(family, is_centred=True)
+    said = run_engine(folder, tensor_parallel_size=2, processes=True)
+    assert said["answers"] == [answers_of(folder)]
+
+
+def scores_of(model, prompts, answers):
+    """How likely a model finds answers, token by token."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        cache, given, steps = model.build_cache(), torch.tensor([prompt]), []
+        for token in answer:
+            with torch.inference_mode():
+                logits = model(given, use_cache=True, **{CACHE: cache}).logits
+            steps.append(logits[0, -1].float().log_softmax(-1)[token])
+            given = torch.tensor([[token]])
+        found.append(torch.stack(steps))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rounds": TWICE, "max_num_batched_tokens": 256}, {"tensor_parallel_size": 2, "processes": True}],
+    ids=["chunks, then the prefix cache", "two ranks"],
+)
+def test_states_of_linear_attention(random_checkpoint, options):
+    """vLLM's build for CPUs has them in bfloat16 alone: answers are held to what that costs the runtime."""
+    folder = random_checkpoint("qwen3_next")
+    own = {"lengths": (170, 500), "new": 20, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
+    said = run_engine(folder, **own, scores=True, **options)
+    if "rounds" in options:
+        assert said["cached"] == [[0, 0], [160, 480]]
+        # Windows have pages of as many tokens as states, which are kept at the ends of these.
+        assert said["groups"][-3:] == [["MambaSpec", 160], ["LeanKKeptSpec", 160], ["LeanKWindowSpec", 160]]
+    asked = prompts_of(folder, own["lengths"]), said["answers"][-1]
+    exact, rounded = (
+        scores_of(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype), *asked)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    stock = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stock.build_cache = lambda: DynamicCache(config=stock.config)
+    served, lost, pruned = (
+        float((scores - exact).norm())
+        for scores in (torch.tensor(said["scores"][-1]), rounded, scores_of(stock, *asked))
+    )
+    assert served < 2 * lost < pruned / 2
+
+
+@dataclass
+class Batch:
+    """What vLLM tells of a step."""
+
+    rswa_prefix_lens: torch.Tensor | None
+
+
+class Stock(AttentionBackend):
+    """A backend of vLLM's own, whose kernels take pages of some sizes."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [32, MultipleOf(64)]
+
+    @staticmethod
+    def get_builder_cls():
+        return type("Builder", (), {"build": lambda self, prefix, batch, fast: batch})
+
+
+def attention(layer, window):
+    return SimpleNamespace(
+        layer_name=f"model.layers.{layer}.self_attn.attn",
+        sliding_window=window,
+        num_kv_heads=2,
+        head_size=64,
+        kv_cache_torch_dtype=torch.bfloat16,
+        attn_backend=Stock,
+    )
+
+
+def lay(block_size, widths=((32, 32),) * 4, num_others=8):
+    """Lay such layers beside the pages of some widths."""
+    cache = SimpleNamespace(block_size=block_size, user_specified_block_size=True)
+    others = [attention(layer, 16) for layer in range(num_others)]
+    return lay_beside_windows(ModelPages(widths, 64, 1, ((0, len(widths)),)), others, cache), others
+
+
+def test_pages_of_others_are_as_large_as_those_of_the_pruned_layers():
+    pages, others = lay(64)
+    assert pages.num_parts == 4  # of a layer each, as all are alike
+    shape = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    spec = SlidingWindowSpec(block_size=1, sliding_window=16, **shape)
+    spec = others[0].attn_backend.customize_spec(spec)
+    assert spec.page_size_bytes == 2 * pages.numbers_per_page(64) == 2 * 64 * (2 * 32 + 2 * 64)
+    assert spec.block_size == 32 and spec.unpadded_page_size_bytes == 32 * 2 * 2 * 2 * 64
+    assert len({other.attn_backend for other in others}) == 1
+
+
+@pytest.mark.parametrize(
+    ("block_size", "widths", "num_parts"),
+    [
+        (32, ((32, 32),) * 4, 2),  # the smallest page of another layer is too large for one's
+        (64, ((0, 0), (64, 64), (64, 64), (0, 0)), 2),  # the widest beside the narrowest
+        (64, ((32, 32),), 1),
+    ],
+)
+def test_a_block_is_so_many_pages_as_cost_little(block_size, widths, num_parts):
+    pages, _ = lay(block_size, widths)
+    assert pages.num_parts == num_parts
+    whole = ModelPages(widths, 64, 1, pages.stages).numbers_per_page(block_size)
+    assert num_parts * pages.numbers_per_page(block_size) <= whole * 9 / 8
+    assert len(set(pages.layout(0, pages.stages[0]).parts)) == num_parts
+
+
+def test_a_page_holds_a_state():
+    """Of as many tokens as a dense layer keeps in its bytes: of two layers, as one keeps less."""
+    cache = SimpleNamespace(block_size=0, user_specified_block_size=False)
+    shapes = (3, 64), (4, 64, 64)
+    state = SimpleNamespace(
+        get_state_shape=lambda: shapes, get_state_dtype=lambda: (torch.bfloat16, torch.float32)
+    )
+    pruned = SimpleNamespace(num_kv_heads=1, head_size=64, kv_cache_torch_dtype=torch.bfloat16)
+    pages = ModelPages(((16,),) * 4, 64, 1, ((0, 4),))
+    pages = lay_beside_states(pages, [state] * 4, pruned, cache)
+    assert cache.block_size == pages.window_block_size(cache.block_size) == 5 * 64
+    assert pages.num_parts == 2
+    assert 2 * pages.numbers_per_page(5 * 64) >= 2 * 3 * 64 + 4 * 4 * 64 * 64
+
+
+def test_other_layers_know_nothing_of_prompts():
+    """To some backends their lengths are a window."""
+    _, (other, *_) = lay(64)
+    builder = other.attn_backend.get_builder_cls()()
+    assert builder.build(0, Batch(torch.ones(3))) == Batch(None)
+
+
+@pytest.mark.parametrize(("window", "said"), [(16, r"\[0\].*16 tokens"), (None, r"\[1\].*all tokens")])
+def test_a_window_where_the_config_has_none_or_none_where_it_has_one_is_refused(window, said):
+    with pytest.raises(ValueError, match=rf"^config\.json: `layer_types{said} there; decode with"):
+        check_kinds([attention(0, window), attention(1, window)], [0])
