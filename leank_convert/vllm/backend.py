@@ -38,6 +38,8 @@ class LeanKBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8_NAMES]
     forward_includes_kv_cache_update = True
+    # Set by a model beside which another drafts.
+    layouts: ClassVar[tuple[KVCacheLayout, ...] | None] = None
 
     @staticmethod
     def get_name() -> str:
@@ -65,9 +67,9 @@ class LeanKBackend(AttentionBackend):
         return BLOCK_SIZE
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return how pages may lie: first by blocks, which lets layers of a model that drafts lie beside."""
-        return KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        """Return how pages may lie, the preferred way first; None for any."""
+        return cls.layouts
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -19,8 +19,7 @@ from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend, prompt_attention
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
-from leank_convert.vllm.models import coming_block_size
-from leank_convert.vllm.pages import Numbers, numbers_of
+from leank_convert.vllm.pages import Numbers, coming_block_size, numbers_of
 
 HEAD_DIM, GROUPS, SIZES = 32, 2, Windows(4, 8, 3)
 LAYOUT = ChunkLayout((0, 16, 32), HEAD_DIM, 16)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from leank_convert._runtime.mask_file_leank import MASK_FILE
-from leank_convert.vllm import configs, models
+from leank_convert.vllm import configs, layers, models
 from leank_convert.vllm.models import _LeanKForCausalLM
 
 HEADS = (((0, 3), (1, 2)), ((1, 2), (0, 3)))  # of two ranks in two layers
@@ -172,13 +172,13 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
             raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(models, "DecodeKernels", compile_kernels)
-    monkeypatch.setattr(models, "PageKernels", lambda kernels: None)
-    monkeypatch.setattr(models, "find_kernels", lambda device, dtype, columns: events.append(columns))
-    models._compile_ahead([SimpleNamespace(device=0), SimpleNamespace(device=0)])
+    monkeypatch.setattr(layers, "DecodeKernels", compile_kernels)
+    monkeypatch.setattr(layers, "PageKernels", lambda kernels: None)
+    monkeypatch.setattr(layers, "find_kernels", lambda device, dtype, columns: events.append(columns))
+    layers.compile_ahead([SimpleNamespace(device=0), SimpleNamespace(device=0)])
     threading.Timer(0.1, go_on.set).start()
     layer = SimpleNamespace(
         chunk_index=torch.zeros(1), dtype=torch.bfloat16, _shape=lambda columns: {"columns": columns}
     )
-    models.LeanKAttention._find_kernels(layer, 5)
+    layers.LeanKAttention._find_kernels(layer, 5)
     assert len(events) == (2 if fails else 3) and events[-1] == 5

@@ -27,13 +27,13 @@ class Stock:
 
 class Quantized(_LeanKForCausalLM, Stock):
     def __init__(self, heads: Any) -> None:
-        self._quantized = True
+        self._quantized, self._has_gate, self._layers_differ = True, False, False
         self._num_heads = 8
         self._attentions = [SimpleNamespace(key_scale=None)]  # the cache is in the model's dtype
         self._pages = SimpleNamespace(heads=heads, widths=((),))
         # Keys have no mean.
         self._config, self._source = SimpleNamespace(leank={}), ("out", {})
-        self._settings = SimpleNamespace(has_key_mean=False, head_dim=16)
+        self._settings = SimpleNamespace(has_key_mean=False, head_dim=16, layers=(0,))
 
 
 def test_one_rank_loads_whatever_layout_as_it_is():
