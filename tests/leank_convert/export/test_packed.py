@@ -11,6 +11,9 @@ from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.kv_scales import KVScales
+from leank_convert.recipe_file import load_recipe
+from leank_convert.train.model import load_model as load_training_model
+from leank_convert.train.model import open_model
 from tests.checks import failed
 from tests.packed_weights import FORMATS, GROUP
 
@@ -100,6 +103,16 @@ def test_transformers_reads_what_is_written(packed, fitting_mask, tmp_path):
         for folder in (source, plain)
     )
     assert found.equal(expected)
+
+
+def test_packed_weights_are_measured_as_the_weights_they_stand_for(packed, testbed_tokenizer):
+    _, source, plain = packed(LIBRARY)
+    recipe = load_recipe("quickstart", ["model.dtype=float32"])
+    testbed_tokenizer.save_pretrained(source)
+    model = load_training_model(open_model(source, recipe.model), recipe, torch.device("cpu")).model
+    found = model.state_dict()
+    for key, tensor in load_file(plain / WEIGHTS).items():
+        assert found[key].equal(tensor), key
 
 
 REFUSED = {
