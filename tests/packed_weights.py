@@ -36,6 +36,10 @@ def in_order(num_inputs):
     return (torch.arange(num_inputs) // GROUP).int()
 
 
+def one_group(num_inputs):
+    return torch.zeros(num_inputs).int()
+
+
 def by_activation(num_inputs):
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
     return in_order(num_inputs)[order]
@@ -43,7 +47,8 @@ def by_activation(num_inputs):
 
 def round_in_groups(weight, index):
     """Codes [out, in], and scales and zeros [out, groups]."""
-    low, high = weight[:, index.argsort(stable=True)].unflatten(1, (-1, GROUP)).aminmax(dim=2)
+    in_groups = weight[:, index.argsort(stable=True)]
+    low, high = in_groups.unflatten(1, (int(index.max()) + 1, -1)).aminmax(dim=2)
     scale = ((high - low) / 15).half()
     zero = (-low / scale).round().clamp(1, 15)
     code = (weight / scale[:, index] + zero[:, index]).round().clamp(0, 15)
@@ -64,7 +69,7 @@ def gptq(order, **config):
     def read(tensors):
         code, zero = unpack(tensors["qweight"], 0).T, unpack(tensors["qzeros"], 1).T + 1
         # Engines read the index of act-order alone.
-        index = tensors["g_idx"] if order is by_activation else in_order(code.shape[1])
+        index = tensors["g_idx"] if order is by_activation else order(code.shape[1])
         return scaled(code, tensors["scales"].T, zero, index)
 
     return Format({"quant_method": "gptq", "bits": 4, "group_size": GROUP, **config}, write, read)
@@ -83,9 +88,9 @@ def awq():
     return Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, write, read)
 
 
-def compressed_config(**weights):
+def compressed_config(form="pack-quantized", **weights):
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": GROUP, **weights}}
-    about = {"format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    about = {"format": form, "quantization_status": "compressed", "ignore": ["lm_head"]}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **about}
 
 
@@ -101,25 +106,35 @@ def compressed(order):
 
     def read(tensors):
         code, zero = unpack(tensors["weight_packed"], 1), unpack(tensors["weight_zero_point"], 0)
-        index = tensors.get("weight_g_idx", in_order(code.shape[1]))
+        index = tensors.get("weight_g_idx", order(code.shape[1]))
         return scaled(code, tensors["weight_scale"], zero, index)
 
     return Format(compressed_config(strategy="group", symmetric=False), write, read)
 
 
-def compressed_by_library():
-    """The same without zeros, written and read by the library itself."""
-    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor as Compressor
+def compressed_by_library(form, scales_of, **weights):
+    """Without zeros, written and read by the library itself."""
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
-    config = compressed_config(strategy="group", symmetric=True)
+    config = compressed_config(form, symmetric=True, **weights)
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(form)
 
     def write(weight):
-        scale = weight.unflatten(1, (-1, GROUP)).abs().amax(2) / 7
-        return Compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        return compressor.compress({"weight": weight, **scales_of(weight)}, scheme)
 
-    return Format(config, write, lambda tensors: Compressor.decompress(tensors, scheme)["weight"])
+    return Format(config, write, lambda tensors: compressor.decompress(tensors, scheme)["weight"].float())
+
+
+def scales_of_int4(weight):
+    return {"weight_scale": weight.unflatten(1, (-1, GROUP)).abs().amax(2) / 7}
+
+
+def scales_of_nvfp4(weight):
+    whole = (448 * 6 / weight.abs().max()).reshape(1)
+    largest = weight.unflatten(1, (-1, 16)).abs().amax(2)
+    return {"weight_scale": largest / 6 * whole, "weight_global_scale": whole}
 
 
 def int8():
@@ -176,11 +191,18 @@ def four_bits():
 
 FORMATS = {
     "GPTQ": lambda: gptq(in_order, desc_act=False),
+    "GPTQ, one group": lambda: gptq(one_group, desc_act=False),
     "GPTQ in the order of activations": lambda: gptq(by_activation, desc_act=True),
     "AWQ": awq,
     "compressed-tensors": lambda: compressed(in_order),
+    "compressed-tensors, one group": lambda: compressed(one_group),
     "compressed-tensors in the order of activations": lambda: compressed(by_activation),
-    "compressed-tensors by the library": compressed_by_library,
+    "compressed-tensors by the library": lambda: compressed_by_library(
+        "pack-quantized", scales_of_int4, strategy="group"
+    ),
+    "NVFP4 by the library": lambda: compressed_by_library(
+        "nvfp4-pack-quantized", scales_of_nvfp4, strategy="tensor_group", group_size=16, type="float"
+    ),
     "LLM.int8": int8,
     "NF4": four_bits,
 }

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -177,6 +178,8 @@ def _fits(info: TensorInfo, letters: str, shape: tuple[int, ...]) -> bool:
     """Whether numbers take whole bytes, and there are as many as a weight has rows or columns."""
     if info.num_bytes < math.prod(info.shape) or (letters != "*" and len(info.shape) > len(letters)):
         return False
+    if letters == "i" and info.dtype not in ("I32", "I64"):
+        return False
     sizes = dict(zip("oi", shape, strict=False))
     counts = (*info.shape, 1, 1)  # a scale for each row may have one dimension
     return all(sizes.get(letter, count) == count for letter, count in zip(letters, counts, strict=False))
@@ -199,17 +202,16 @@ def _count_runs(
     # The last block may be cut short. A size that follows from their number is wrong then, and none of the
     # powers of two that sizes are.
     exact = not left_over and not share & (share - 1)
-    if info.dtype != "I32" and (count == 1 or (exact and share % whole == 0)):
-        return 0  # packed numbers are never for all
+    packed = info.dtype == "I32" and size <= 32  # into one number for all
+    if not packed and (count == 1 or (exact and share % whole == 0)):
+        return 0
     return runs if exact and whole // num_blocks % share == 0 else None
 
 
 def _reorders(checkpoint: Checkpoint, weight: str, name: str, shape: tuple[int, ...]) -> bool:
     """Whether an index of inputs' groups puts these in another order than inputs."""
     info = _find(checkpoint, weight, name)
-    if info.shape != shape[1:]:
-        return False
-    index = _read(checkpoint, info)
+    index = _read(checkpoint, info) if _fits(info, "i", shape) else torch.zeros(0)
     return bool((index[1:] < index[:-1]).any())
 
 
