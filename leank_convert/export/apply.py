@@ -41,10 +41,11 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A tensor of the source whose columns are put in another order."""
+    """A tensor of the source whose columns are put in another order, a run of them for each row."""
 
     tensor: TensorInfo
     start: int
+    runs: int
     permutation: tuple[int, ...]
 
 
@@ -138,8 +139,8 @@ def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterat
         edit = edits.get(tensor.name)
         if edit is None:
             yield _Span(start, start + tensor.num_bytes)
-        elif edit.dim == 1:
-            yield _Columns(tensor, start, edit.permutation)
+        elif (runs := edit.count_runs(tensor.shape)) > 1:
+            yield _Columns(tensor, start, runs, edit.permutation)
         else:
             block = tensor.num_bytes // len(edit.permutation)
             for old in edit.permutation:
@@ -178,7 +179,7 @@ def _copy_span(reader: int, output: _Output, span: _Span, path: Path) -> None:
 
 
 def _copy_columns(reader: int, output: _Output, columns: _Columns, path: Path) -> None:
-    num_rows = columns.tensor.shape[0]
+    num_rows = columns.runs
     row_bytes = columns.tensor.num_bytes // num_rows
     blocks = np.array(columns.permutation)
     rows_at_once = max(1, _BUFFER_BYTES // row_bytes)

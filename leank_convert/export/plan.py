@@ -6,8 +6,9 @@ fail for want of a disk.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from leank_convert.export.quantized import (
     check_cache_scales,
     check_quantization,
     check_scaled,
-    find_moving_scales,
+    find_moving,
     is_quantized,
 )
 from leank_convert.export.stock_tensors import list_stock_tensors
@@ -47,11 +48,17 @@ class TensorEdit:
         tensor: Its name.
         dim: The dimension that runs over heads: 0 for rows, 1 for columns.
         permutation: `[new] = old` over the blocks of that dimension, which are of one size.
+        runs: How many runs of such blocks the tensor is, where its shape does not tell.
     """
 
     tensor: str
     dim: int
     permutation: tuple[int, ...]
+    runs: int | None = None
+
+    def count_runs(self, shape: Sequence[int]) -> int:
+        """How many runs of blocks, one behind the other, a tensor of a shape is."""
+        return self.runs or math.prod(shape[: self.dim])
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,14 @@ def plan_export(
     edits = plan_edits(checkpoint, facts, layout.head_permutation)
     _refuse_own_names(checkpoint, facts)
     return ExportPlan(
-        layout, edits, {} if scales is None else _plan_scales(checkpoint, facts, layout, scales)
+        layout, edits, {} if scales is None else _plan_scales(checkpoint, facts, layout, scales, edits)
     )
 
 
 def _plan_scales(
-    checkpoint: Checkpoint, facts: ModelFacts, layout: HeadLayout, scales: KVScales
+    checkpoint: Checkpoint, facts: ModelFacts, layout: HeadLayout, scales: KVScales, edits: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Scales by the file of their layer's attention."""
+    """Scales by the file that holds what is edited of their layer's output projection."""
     shape = facts.mask_shape
     if scales.keys.shape != shape or scales.values.shape != shape:
         raise LeanKError(
@@ -110,7 +117,8 @@ def _plan_scales(
         )
     added: dict[str, dict[str, Tensor]] = {}
     for layer, tensors in zip(facts.layers, scales.tensors(facts, layout.head_permutation), strict=True):
-        shard = checkpoint.shard_of(attention_tensor(layer, "o_proj.weight"))
+        output = attention_tensor(layer, "o_proj.")
+        shard = checkpoint.shard_of(next(name for name in edits if name.startswith(output)))
         assert shard is not None  # or it would have been missed above
         added.setdefault(shard, {}).update(tensors)
     return added
@@ -150,9 +158,8 @@ def plan_edits(
             edits.update({} if edit is None else {name: edit})
             continue
         check_scaled(checkpoint, name)
-        scales = find_moving_scales(checkpoint, name, shape, edit.dim, len(edit.permutation))
-        _check_shape(checkpoint, name, shape)
-        edits.update((each, replace(edit, tensor=each)) for each in (name, *scales))
+        moving = find_moving(checkpoint, name, shape, edit.dim, len(edit.permutation))
+        edits.update((each, replace(edit, tensor=each, runs=runs)) for each, runs in moving.items())
     return edits
 
 

@@ -197,8 +197,13 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
         )
     model: PreTrainedModel = loaded[0]
     model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    if recipe.model.device_map is None:
+    alone = recipe.model.device_map is None
+    if alone:
         model.to(device)  # type: ignore[arg-type]
+    # compressed-tensors unpacks weights ahead of a first pass of the whole model; ours are of its base.
+    for unpack in list(model._forward_pre_hooks.values()):
+        unpack(model, ())
+    if alone:
         # A short run would be over before it had paid for itself.
         worth = recipe.data.max_length >= BLOCK_SIZE and not is_bound_by_host(model, recipe.data.max_length)
         if device.type == "cuda" and worth:

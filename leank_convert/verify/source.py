@@ -177,7 +177,7 @@ def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:
     """Whether one tensor has the bytes of another, its blocks in the order of the edit."""
     # A tensor is [runs, blocks, bytes]: rows are blocks of one run, columns are one run per row.
     order = (0,) if edit is None else edit.permutation
-    runs = 1 if edit is None or edit.dim == 0 else source.shape[0]
+    runs = 1 if edit is None else edit.count_runs(source.shape)
     before, after = (
         tensor.flatten().view(torch.uint8).view(runs, len(order), tensor.nbytes // (runs * len(order)))
         for tensor in (source, written)

@@ -243,27 +243,27 @@ class Refused:
 
 REFUSED = {
     "blocks of two heads": Refused(
-        "has 2 scales for its 32 rows (`weight_scale_inv`), of which heads have 8 each: a scale is shared by "
-        "parts of two heads",
+        "has `weight_scale_inv` [2, 2] for a weight [32, 32], of which heads have 8 rows each: numbers are "
+        "for parts of two heads",
         Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
     ),
     "groups of inputs": Refused(
-        "has 2 scales for its 64 columns (`weight_scale`), of which heads have 16 each",
+        "has `weight_scale` [32, 2] for a weight [32, 64], of which heads have 16 columns each",
         Scheme(compressed(), "weight_scale", (1, 32)),
     ),
-    "packed": Refused(
-        "which stores it as `weight_packed`, `weight_scale`, several elements to a number",
-        tensors={K_PROJ: None, f"{K_PROJ}_packed": torch.ones(32, 8).int()},
+    "other tensors": Refused(
+        "which stores it as `compressed`, `weight_scale`, a layout that is not known here",
+        tensors={K_PROJ: None, f"{ATTENTION}.k_proj.compressed": torch.ones(512)},
     ),
     "no scale": Refused("and its scale is missing", tensors={f"{ATTENTION}.v_proj.weight_scale": None}),
     "a dtype of another layout": Refused(
-        "which stores it in U8, several elements to a number", tensors={K_PROJ: torch.ones(32, 32).byte()}
+        "has `weight` [32, 16] for a weight [32, 32]", tensors={K_PROJ: torch.ones(32, 16).byte()}
     ),
-    "an order of inputs": Refused(
-        "has `weight_g_idx` [64]", tensors={f"{ATTENTION}.o_proj.weight_g_idx": torch.arange(64)}
+    "a tensor more": Refused(
+        "has `rotation` [64] for a", tensors={f"{ATTENTION}.o_proj.rotation": torch.arange(64)}
     ),
-    "a known method": Refused(
-        "quantized by `awq`, which packs several weights into one", keys={"quant_method": "awq"}
+    "another method": Refused(
+        "quantized by `quark`, which stores weights in a layout", keys={"quant_method": "quark"}
     ),
     "no method": Refused("without a `quant_method`", keys={"quant_method": ...}),
     "a cache": Refused(
