@@ -33,6 +33,12 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
             "made for; convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and "
             "serve NEW"
         )
+    # By its class's name vLLM knows in which order GPT-OSS has the rows of its experts.
+    if model.config.model_type == "leank_gpt_oss" and any(".experts" in name for name in adapter.loras):
+        raise ValueError(
+            f"adapter `{request.lora_path}` changes experts, whose rows vLLM would take in another order; "
+            "merge it into the original model, then convert that"
+        )
     for name, weights in adapter.loras.items():
         part = "lora_a" if name.endswith(".o_proj") else "lora_b"
         setattr(weights, part, in_rank_order(f"{name}.weight", getattr(weights, part)))

@@ -50,7 +50,7 @@ def gather_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[n, H_kv, D]`.
 
-    Keys lack their mean, all of them, which attention does not see unless it has sinks.
+    Keys lack their mean, all of them. Without sinks attention is the same; with them the caller adds it.
     """
     return StoredRow(store, layout, row, num_tokens, 0, 0).dense(dtype)
 

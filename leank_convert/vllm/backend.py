@@ -298,9 +298,8 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 keys, values = key[part], value[part]
             else:
                 keys, values = gather_run(layer.page_kernels, store, layer.layout, run, query.dtype)
-                if (
-                    self.sinks is not None and layer.key_mean is not None
-                ):  # beside which a sink's logit stands
+                # A sink's logit is no product with a key, so keys need their mean here.
+                if self.sinks is not None and layer.key_mean is not None:
                     keys = (keys + layer.key_mean[0]).to(query.dtype)
             self._attend_to_prompts(query[part], keys, values, run, output[part])
         return output

@@ -29,7 +29,7 @@ def check_kinds(attentions: Sequence[Attention], pruned: Sequence[int]) -> None:
         layer = extract_layer_index(attention.layer_name)
         if (attention.sliding_window is None) != (layer in pruned):
             raise ValueError(
-                f"config.json: `layer_types[{layer}]` is another kind than in vLLM's model, which attends to "
+                f"config.json: layer {layer} is of another kind than in vLLM's model, which attends to "
                 f"{attention.sliding_window or 'all'} tokens there; decode with transformers"
             )
 

@@ -61,7 +61,7 @@ class _ServedConfig:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         family = self.model_type.removeprefix(LEANK_PREFIX)
         quantized = getattr(self, "quantization_config", None)
-        if family == "gpt_oss" and isinstance(quantized, dict) and quantized["quant_method"] == "mxfp4":
+        if family == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
             quantized["quant_method"] = "gpt_oss_mxfp4"  # as vLLM calls it where `model_type` is the family's
         if self.leank is not None and "layers" in self.leank and family not in MIXED:
             raise ValueError(

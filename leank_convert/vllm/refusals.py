@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from leank_convert.families import LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.pages import STEP
 
@@ -15,6 +16,8 @@ _DRAFTS = ("ngram", "ngram_gpu", "suffix")
 _MODEL_DRAFTS = ("draft_model", "eagle")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
+# Families that vLLM refuses in float16, by names that a checkpoint's is not among.
+_OVERFLOWING = ("gemma3_text", "glm4")
 # What the kernels are written in; vLLM asks for an older one, and does without for these models.
 _TILELANG = (0, 1, 15)
 
@@ -104,7 +107,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     drafts = vllm_config.speculative_config
     kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
     if drafts is not None and "linear_attention" in kinds:
-        yield "drafts beside linear attention, which vLLM's build for CPUs cannot take back: leave them out"
+        yield "drafts beside linear attention were never run with a LeanK cache: leave them out"
     if has_drafter(vllm_config) and "layers" in block:
         yield "drafts of a model beside layers that are not pruned: they were never run; leave them out"
     if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
@@ -114,6 +117,9 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     elif has_drafter(vllm_config) and drafts.draft_model_config.rswa_window is not None:
         yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original model"
+    family = str(getattr(vllm_config.model_config.hf_config, "model_type", ""))
+    if family.removeprefix(LEANK_PREFIX) in _OVERFLOWING and plain == "float16":
+        yield "--dtype float16: models of this family overflow in it; add --dtype bfloat16"
     found = _version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
     if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:

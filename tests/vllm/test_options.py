@@ -65,6 +65,10 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
         ({"model_config__hf_config__leank": {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
         (
+            {"model_config__hf_config__model_type": "leank_glm4", "model_config__dtype": torch.float16},
+            "models of this family overflow in it",
+        ),
+        (
             {"model_config__hf_config__leank": {"kv_dtype": "int4"}, "model_config__dtype": torch.float16},
             "add --kv-cache-dtype float16, ",
         ),
