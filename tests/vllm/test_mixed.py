@@ -189,7 +189,7 @@ def test_other_layers_know_nothing_of_prompts():
     assert builder.build(0, Batch(torch.ones(3))) == Batch(None)
 
 
-@pytest.mark.parametrize(("window", "said"), [(16, r"\[0\].*16 tokens"), (None, r"\[1\].*all tokens")])
+@pytest.mark.parametrize(("window", "said"), [(16, "0 .*16 tokens"), (None, "1 .*all tokens")])
 def test_a_window_where_the_config_has_none_or_none_where_it_has_one_is_refused(window, said):
-    with pytest.raises(ValueError, match=rf"^config\.json: `layer_types{said} there; decode with"):
+    with pytest.raises(ValueError, match=rf"^config\.json: layer {said} there; decode with"):
         check_kinds([attention(0, window), attention(1, window)], [0])
