@@ -65,7 +65,7 @@ def export(
     options = check_choices(model, out, mask_path, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
-    if adapter is not None:  # what is wrong with it is said before the checkpoint is written
+    if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
         from leank_convert.export.adapter import check_adapter, convert_adapter
 
         check_adapter(adapter, out / "adapter")
