@@ -31,7 +31,8 @@ from leank_convert.head_layout import (
 )
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
 from leank_convert.windows import Windows
 

@@ -23,7 +23,8 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import build_leank_facts
 from leank_convert.export.packaged import find_packaged
 from leank_convert.head_layout import HeadLayout
-from leank_convert.mask import ChannelMask, MaskProvenance, check_mask_fits, load_mask, resolve_mask
+from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
 
 

@@ -7,7 +7,7 @@ from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.cli import main
 from leank_convert.digests import write_digests
 from leank_convert.files import read_json
-from leank_convert.mask import MaskProvenance
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.verify import verify_checkpoint
 
 

@@ -40,7 +40,7 @@ RANKS = [
         "masks",
     },
     {"hub", "tokenizer", "recipe_choice"},
-    {"mask", "mask_metadata", "mask_tensor", "mask_listing", "kv_scales"},
+    {"mask", "mask_metadata", "mask_provenance", "mask_tensor", "mask_listing", "kv_scales", "value_weights"},
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
@@ -92,7 +92,7 @@ WITHOUT_TORCH = [
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
 # never imports the toolkit. An engine runs no checkpoint's code, and a model that is pruned in memory has
 # none: the plugin and `prune_model` take the whole runtime.
-PURE_RUNTIME = {"configuration_leank", "fp8_leank", "tools", "windows_leank"}
+PURE_RUNTIME = {"configuration_leank", "fp8_leank", "layout_leank", "tools", "windows_leank"}
 IMPORTS_RUNTIME = {"vllm", "prune"}
 RUNTIME_LIBRARIES = {"torch", "transformers", "safetensors"}  # the last comes with transformers
 # May be absent; transformers asks for whatever remote code imports outside `try`.

@@ -25,7 +25,8 @@ from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
 from leank_convert.kv_scales import describe_cache
-from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.mask import ChannelMask, load_mask, resolve_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows

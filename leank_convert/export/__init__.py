@@ -55,13 +55,8 @@ from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
 from leank_convert.leank_block import metadata_facts
-from leank_convert.mask import (
-    MASK_FILE_NAME,
-    ChannelMask,
-    MaskProvenance,
-    all_channels_mask,
-    save_mask,
-)
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, save_mask
+from leank_convert.mask_provenance import MaskProvenance
 
 __all__ = ["check_exportable", "export_checkpoint", "write_export"]
 

@@ -14,7 +14,8 @@ from leank_convert.families import Architecture
 from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
-from leank_convert.mask import ChannelMask, MaskProvenance, package_versions
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance, package_versions
 from leank_convert.recipe_file import parse_recipe
 from leank_convert.release import PROJECT_URL
 from leank_convert.windows import Windows

@@ -36,6 +36,7 @@ from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe, require_recipe
 from leank_convert.text_part import warn_of_images
+from leank_convert.value_weights import check_values_belong
 from leank_convert.windows import Windows
 
 MaskLike = ChannelMask | str | Path | None
@@ -114,6 +115,10 @@ def resolve_export(request: ExportRequest) -> Export:
     checkpoint, config, facts = open_source(request.model, request.out, choice.config_overrides)
     check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(request.model))
     plan_export(checkpoint, choice.mask, facts)
+    known = choice.mask.provenance
+    if choice.mask.value_basis is not None and known is not None:
+        origins = {"mask_origin": choice.mask_origin, "model_origin": str(request.model)}
+        check_values_belong(known, checkpoint, facts, **origins)
     refuse_to_lose_mask(request.out, choice.mask, overwrite=request.overwrite)
     return Export(request, checkpoint, config, facts, choice)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.hub import hide_local_paths, model_name
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern

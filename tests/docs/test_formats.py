@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from leank_convert.leank_block import CACHE_KEYS, KEY_MEAN_KEY, LEANK_KEYS
-from leank_convert.mask import MaskProvenance
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.methods import METHODS
 from leank_convert.onnx import description
 
