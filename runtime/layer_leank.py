@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -46,8 +46,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self,
         layer_idx: int,
         channel_mask: torch.Tensor,
-        widths: Sequence[int],
-        chunk_size: int,
+        layout: ChunkLayout,
         rows: RowState,
         kv_dtype: str = "auto",
         model_constants: Constants = Constants(),  # noqa: B008 - it cannot be changed
@@ -58,7 +57,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.kv_dtype = kv_dtype
         self.model_constants = model_constants
         self.model_mask = channel_mask[None]
-        self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
+        self._model_layout = layout
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +109,10 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "must have one width in every row"
             )
         self.channel_mask = mask
-        self.layout = ChunkLayout(tuple(widths[0].tolist()), self.layout.head_dim, self.layout.chunk_size)
+        kept, values = tuple(widths[0].tolist()), self._model_layout.value_widths
+        if values is not None:  # V that the model prunes stays pruned
+            values = tuple(width if own else 0 for width, own in zip(values, kept, strict=True))
+        self.layout = replace(self._model_layout, widths=kept, value_widths=values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -279,6 +281,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
+        if self.layout.value_chunk != self.layout.head_dim:
+            return None
         num_columns, cache_dtype = query.shape[2], self.store.kept_keys.dtype
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
         if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
