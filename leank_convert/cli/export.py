@@ -15,6 +15,7 @@ from leank_convert.cli.options import (
     out_option,
     overwrite_option,
     text_model_option,
+    value_ratio_option,
 )
 
 
@@ -29,6 +30,7 @@ from leank_convert.cli.options import (
     is_flag=True,
     help="Centre keys: measure their mean on the recipe's data, where the mask has none. --kv-dtype does so.",
 )
+@value_ratio_option
 @click.option(
     "--adapter",
     metavar="LORA",
@@ -47,6 +49,7 @@ def export(
     mask_path: str | None,
     kv_dtype: str | None,
     key_mean: bool,
+    value_pruning_ratio: float | None,
     adapter: str | None,
     force: bool,
     device: str | None,
@@ -69,14 +72,19 @@ def export(
         from leank_convert.export.adapter import check_adapter, convert_adapter
 
         check_adapter(adapter, out / "adapter")
-    if kv_dtype is not None or key_mean:
+    if kv_dtype is not None or key_mean or value_pruning_ratio is not None:
         quiet_transformers()
         from leank_convert.convert import export_model
 
-        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, force=force, **options)
+        measured = {"key_mean": key_mean, "value_pruning_ratio": value_pruning_ratio}
+        export_model(
+            model, mask_path, out, kv_dtype=kv_dtype, device=device, force=force, **measured, **options
+        )
     else:
         if device is not None:
-            raise click.UsageError("--device goes with --kv-dtype and --key-mean, which measure there")
+            raise click.UsageError(
+                "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio, which measure there"
+            )
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)

@@ -47,12 +47,15 @@ class Student:
             None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
         gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
             times what it is without the middle; None for no such mixture.
+        projections: What is left of a pruned token's V, v P with P [L, H_kv, D, D]; None for all of it, as
+            while the rest is learned.
     """
 
     windows: Windows
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
+    projections: Tensor | None = None
 
     @property
     def learned(self) -> Tensor:
@@ -190,6 +193,7 @@ def _answer_attention(
         split_attention,
         *(query, key, value, answers.context, module.layer_idx, answers.regions, scaling, factors),
         sinks=sinks,
+        projections=None if student.projections is None else student.projections[place],
     )
     output = attend_with(sees_middle=None if student.sees_middle is None else student.sees_middle[place])
     if student.gates is None:
