@@ -76,10 +76,8 @@ def export(
         quiet_transformers()
         from leank_convert.convert import export_model
 
-        measured = {"key_mean": key_mean, "value_pruning_ratio": value_pruning_ratio}
-        export_model(
-            model, mask_path, out, kv_dtype=kv_dtype, device=device, force=force, **measured, **options
-        )
+        options |= {"key_mean": key_mean, "value_pruning_ratio": value_pruning_ratio, "force": force}
+        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
     else:
         if device is not None:
             raise click.UsageError(

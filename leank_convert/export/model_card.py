@@ -29,8 +29,8 @@ _CARD = """\
 
 {name} with a static choice of which channels of each KV head's cached key are kept, by
 [LeanK](https://arxiv.org/abs/{arxiv}). The weights are the original ones with the KV heads of each layer in
-another order, which changes nothing the model computes. The cache{of_layers} keeps {kept:.1%} of the key
-channels of all tokens but the first {sink} and the last {recent}.
+another order{folded}. The cache{of_layers} keeps {kept:.1%} of the key
+channels{values} of all tokens but the first {sink} and the last {recent}.
 
 Written by {project}{version}. {licence}
 
@@ -40,7 +40,7 @@ Written by {project}{version}. {licence}
 | pruning ratio asked / reached | {asked} / {ratio:.4f} |
 | widths (kept channels of {head_dim}): heads | {histogram} |
 | mask | {method} |
-{centred}
+{centred}{values_row}
 ## Bytes per cached token
 
 | region | tokens | K | V | saved |
@@ -114,12 +114,18 @@ _NO_LICENCE = "The source names no licence: that of the original holds."
 _ADAPTERS = """
 ## Adapters
 
-KV heads are in another order than in {name}, so an adapter (LoRA) of it does not fit. Convert it for this
-checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`. `model.load_adapter`
-refuses one that was not converted; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does
+KV heads are in another order than in {name}{basis}, so an adapter (LoRA) of it does not fit. Convert it for
+this checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`.
+`model.load_adapter` refuses one that was not converted; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does
 the stock class, and the answers would be wrong without a warning.
 """
 
+_FOLDED = """\
+ and V in another basis, folded into `v_proj` and `o_proj`, which changes what the
+model computes by the rounding of these weights alone"""
+_VALUES_ROW = """\
+| V of pruned tokens | {ratio:.1%} removed{asked}: heads keep what weighs most in attention's output |
+"""
 _MEASURED = """\
 When the mask was made, {held_out.num_answers} questions on {held_out.num_contexts} held-out contexts of
 {held_out.min_length} to {held_out.max_length} tokens were answered greedily ({tasks}; seed {held_out.seed}):
@@ -225,13 +231,18 @@ def build_model_card(
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         method=f"`{escaped(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         centred=_describe_key_mean(mask, known),
+        **_describe_values(mask, known),
         cache=cache,
         **_describe_stored(leank, cache),
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
         images=_IMAGES.format(whole=escaped(whole)) if whole else "",
-        adapters=_ADAPTERS.format(name=title) if _moves_heads(mask) else "",
+        adapters=_ADAPTERS.format(
+            name=title, basis=", and V in another basis" if mask.value_basis is not None else ""
+        )
+        if _moves_heads(mask)
+        else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),
         tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",
@@ -248,6 +259,19 @@ def _describe_key_mean(mask: ChannelMask, known: MaskProvenance) -> str:
     return f"| cached keys | less a constant, their mean{measured}: a removed channel counts as its mean |\n"
 
 
+def _describe_values(mask: ChannelMask, known: MaskProvenance) -> dict[str, str]:
+    """What the card says of V, where the mask prunes it."""
+    if mask.value_widths is None:
+        return {"folded": ", which changes nothing the model computes", "values": "", "values_row": ""}
+    ratio, asked = mask.value_pruning_ratio, known.value_pruning_ratio_asked
+    told = "" if asked is None else f" (asked: {asked:g})"
+    return {
+        "folded": _FOLDED,
+        "values": f" and {1 - ratio:.1%} of V",
+        "values_row": _VALUES_ROW.format(ratio=ratio, asked=told),
+    }
+
+
 def _describe_stock(family: Architecture) -> str:
     """How the stock class loads the checkpoint."""
     if not family.experts:
@@ -260,7 +284,10 @@ def _describe_stock(family: Architecture) -> str:
 
 
 def _moves_heads(mask: ChannelMask) -> bool:
-    return any(list(order) != sorted(order) for order in plan_head_layout(mask.widths).head_permutation)
+    """Whether an adapter of the original does not fit: heads change places, or V its basis."""
+    return mask.value_basis is not None or any(
+        list(order) != sorted(order) for order in plan_head_layout(mask.widths).head_permutation
+    )
 
 
 def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken) -> dict[str, Any]:

@@ -37,7 +37,13 @@ from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE
 from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
-from leank_convert.onnx.pruned_model import PrunedModel, check_traceable, load_pruned, refuse_quantized
+from leank_convert.onnx.pruned_model import (
+    PrunedModel,
+    check_traceable,
+    load_pruned,
+    refuse_pruned_values,
+    refuse_quantized,
+)
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 
@@ -110,6 +116,7 @@ def export_onnx(
         )
         # Before a checkpoint is written, which may be large.
         refuse_quantized(export.config, checkpoint)
+        refuse_pruned_values(export.choice.mask.value_basis is not None, export.choice.mask_origin)
         check_traceable(export.facts, checkpoint)
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"

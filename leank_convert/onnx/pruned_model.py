@@ -78,6 +78,19 @@ class PrunedModel:
         return (~self.channel_masks).to(torch.int8).argsort(dim=-1, stable=True)
 
 
+def refuse_pruned_values(is_pruned: bool, origin: str) -> None:
+    """Refuse a mask or a checkpoint that prunes V.
+
+    Raises:
+        LeanKError: If it does.
+    """
+    if is_pruned:
+        raise LeanKError(
+            f"`{origin}` prunes V, which graphs store whole so far",
+            hint="make the graph by a mask that prunes K alone",
+        )
+
+
 def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     """Load a converted checkpoint as its stock class.
 
@@ -98,6 +111,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         )
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
+    refuse_pruned_values(settings.value_widths is not None, str(checkpoint))
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,

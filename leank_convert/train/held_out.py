@@ -178,7 +178,7 @@ def check_held_out(
     students, key_mean = [], None
     for mask in masks.values():
         kept = mask.channel_mask.to(ranks.device)
-        left = None if mask.value_basis is None else _project(mask).to(ranks.device)
+        left = None if mask.value_basis is None else project(mask).to(ranks.device)
         students.append(Student(windows, kept.float(), kept.any(-1), projections=left))
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
@@ -233,7 +233,7 @@ def check_held_out(
     return checked
 
 
-def _project(mask: ChannelMask) -> Tensor:
+def project(mask: ChannelMask) -> Tensor:
     """What a mask leaves of a pruned token's V: float32 [L, H_kv, D, D]."""
     assert mask.value_basis is not None and mask.value_widths is not None
     kept = torch.arange(mask.value_basis.shape[-1]) < mask.value_widths[..., None]

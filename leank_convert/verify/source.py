@@ -192,11 +192,11 @@ def _compare_shard(source: SafetensorsHeader, written: Path, edits: Mapping[str,
 def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:
     """Whether one tensor has the bytes of another, or their fold, its blocks in the order of the edit."""
     if edit is not None and edit.bases is not None:
-        before, after = (tensor.chunk(len(edit.permutation), edit.dim) for tensor in (source, written))
+        ours, theirs = (tensor.chunk(len(edit.permutation), edit.dim) for tensor in (source, written))
         return all(
-            torch.equal(before[old].view(torch.uint8), after[new].view(torch.uint8))
+            torch.equal(ours[old].view(torch.uint8), theirs[new].view(torch.uint8))
             if (basis := edit.bases[old]) is None
-            else is_folded(_matrix(before[old]), _matrix(after[new]), basis, edit.dim)
+            else is_folded(_matrix(ours[old]), _matrix(theirs[new]), basis, edit.dim)
             for new, old in enumerate(edit.permutation)
         )
     # A tensor is [runs, blocks, bytes]: rows are blocks of one run, columns are one run per row.
