@@ -52,7 +52,9 @@ def logits_of(model):
 
 
 def tensors_of(folder):
-    return {name: tensor for file in folder.glob("model*") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("row", [case for case in FAMILIES if not case.values[0].gated])
@@ -150,10 +152,8 @@ def test_an_adapter_adds_to_a_folded_model_what_it_adds_to_the_original(folder_o
     peft = pytest.importorskip("peft")
     source = folder_of(family)
     out = export_checkpoint(source, pruned_mask(source), tmp_path / "out")
-    model = peft.get_peft_model(
-        stock_model(family, source),
-        peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options),
-    ).eval()
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    model = peft.get_peft_model(stock_model(family, source), config).eval()
     model.save_pretrained(tmp_path / "lora")
     if options["target_modules"] == ["v_proj"]:
         with pytest.raises(LeanKError, match="holds DoRA's magnitudes of V's rows"):
