@@ -69,7 +69,7 @@ def prune_values(mask, folder, **changes):
     digest = digest_values(open_checkpoint(folder), facts)
     return replace(
         mask,
-        value_basis=torch.linalg.qr(noise)[0].float(),
+        value_basis=torch.linalg.qr(noise)[0].float().contiguous(),
         value_widths=(quarters * sees * (head_dim // 4)).int(),
         provenance=replace(
             known, value_weights=digest, value_tokens=4321, value_pruning_ratio_asked=0.5, **changes
