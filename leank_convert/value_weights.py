@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+import numpy as np
+
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import FLOAT_DTYPES, Checkpoint
 from leank_convert.errors import LeanKError, shorten
 from leank_convert.families import attention_tensor
-from leank_convert.files import open_file
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.safetensors_file import TensorInfo
 
 _HINT = "leave V as it is: a `value_pruning_ratio` of 0"
-_BLOCK_SIZE = 1 << 20
 
 
 def check_foldable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
@@ -72,22 +72,15 @@ def digest_values(checkpoint: Checkpoint, facts: ModelFacts) -> str:
     Layer by layer: rows of V, its bias where there is one, the whole weight of `o_proj`.
 
     Raises:
-        LeanKError: As `check_foldable`; also if a file cannot be read.
+        LeanKError: As `check_foldable`.
     """
     check_foldable(checkpoint, facts)
     digest = hashlib.sha256()
     for layer in facts.layers:
         for tensor, start in _parts(checkpoint, facts, layer):
             header = checkpoint.shards[checkpoint.shard_of(tensor.name) or ""]
-            with open_file(header.path) as file:
-                file.seek(header.data_start + tensor.start + start)
-                left = tensor.num_bytes - start
-                while left:
-                    content = file.read(min(left, _BLOCK_SIZE))
-                    if not content:
-                        raise LeanKError(f"`{header.path}` became shorter while it was read")
-                    digest.update(content)
-                    left -= len(content)
+            first, stop = (header.data_start + place for place in (tensor.start + start, tensor.stop))
+            digest.update(np.memmap(header.path, np.uint8, "r", first, stop - first))
     return digest.hexdigest()
 
 
