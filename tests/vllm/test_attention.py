@@ -69,15 +69,20 @@ def draw_tokens(num_heads):
     return keys, values, 4 * torch.randn(1, num_heads, HEAD_DIM, generator=generator)
 
 
-VALUES = {"values": (0, 12, 8), "fp8 values": (0, 8, 16)}
+NARROW = (0, 5, 16)
+VALUES = {
+    "values": (NARROW, (0, 12, 8)),
+    "values alone": ((16, 16, 16), (8, 0, 16)),
+    "fp8 values": (NARROW, (0, 8, 16)),
+}
 
 
 @pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8", *VALUES], ids=str)
 def case(request):
     """Pages in which three rows have been written token by token; what they hold of them."""
-    is_fp8, widths = "fp8" in request.param, request.param
-    widths = (0, 5, 16) if isinstance(widths, str) else widths
-    layout, mask, store = make_store(widths, is_fp8, VALUES.get(request.param))
+    is_fp8, param = "fp8" in request.param, request.param
+    widths, values = VALUES.get(param, (NARROW if is_fp8 else param, None))
+    layout, mask, store = make_store(widths, is_fp8, values)
     keys, values, _ = draw_tokens(len(mask))
     write_rows(store, layout, keys, values)
     if is_fp8:
