@@ -258,19 +258,24 @@ def test_every_number_is_stored_in_fp8_as_torch_stores_it():
     assert replace(case, keys=numbers, values=numbers.flip(0)).is_appended_by(kernels)
 
 
-# Channels that heads keep of K, and of V: in chunks of 64, of 32, one that comes in no chunk of 128 bytes.
-VALUES = [
-    ((0, 32, 64, 128), (0, 64, 128, 0)), ((0, 32, 64, 128, 96), (0, 32, 128, 0, 96)), ((128, 128), (64, 0)),
-    ((0, 64, 32), (0, 0, 48)), ((32, 192, 64), (0, 192, 96)),
-]  # fmt: skip
+# Channels that heads keep of K, and of V, in chunks of so many.
+VALUES = {
+    "chunks of 64": ((0, 32, 64, 128), (0, 64, 128, 0)),
+    "chunks of 32": ((0, 32, 64, 128, 96), (0, 32, 128, 0, 96)),
+    "whole K, chunks of 64": ((128, 128), (64, 0)),
+    "chunks of 48": ((0, 64, 32, 96), (0, 0, 48, 96)),
+    "chunks of 96": ((32, 192, 64), (0, 192, 96)),
+}
 
 
-@pytest.mark.parametrize("num_columns", [1, 4, 8, 16])
-@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
-@pytest.mark.parametrize(("widths", "values"), VALUES, ids=str)
-def test_pruned_values(widths, values, cache_dtype, num_columns):
-    head_dim = max(*widths, {48: 96}.get(values[-1], 128))
-    mask = torch.arange(head_dim).flip(0) < torch.tensor(widths)[:, None]
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=["as they come", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "num_columns"),
+    [*((name, 1) for name in VALUES), *((name, count) for name in list(VALUES)[:2] for count in (4, 8, 16))],
+)
+def test_pruned_values(name, num_columns, cache_dtype):
+    widths, values = VALUES[name]
+    mask = torch.arange(max(*widths, *values)).flip(0) < torch.tensor(widths)[:, None]
     rows = ROWS if num_columns == 1 else DRAFT_ROWS
     check(
         mask, 4, torch.bfloat16, rows, num_columns=num_columns, cache_dtype=cache_dtype, values=values,
