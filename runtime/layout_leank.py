@@ -225,14 +225,18 @@ def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:
     return next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)
 
 
-def choose_value_chunk(value_widths: Iterable[Sequence[int]] | None, head_dim: int) -> int:
+def choose_value_chunk(value_widths: Sequence[Sequence[int]] | None, head_dim: int) -> int:
     """Choose one chunk size of V for all layers of a model: the largest that divides all widths.
+
+    One chunk a head says that V is whole: a head that drops some has two at least.
 
     Args:
         value_widths: Kept channels of V per layer and head; None: all.
         head_dim: D.
     """
-    return math.gcd(head_dim, *(width for layer in value_widths or () for width in layer))
+    if value_widths is None:
+        return head_dim
+    return math.gcd(head_dim // 2, *(width for layer in value_widths for width in layer))
 
 
 def choose_value_multiple(head_dim: int) -> int:

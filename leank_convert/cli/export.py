@@ -65,14 +65,15 @@ def export(
     config.json names one.
     """
     check_hub_options(base_model, repo_id, private)
-    options = check_choices(model, out, mask_path, base_model=base_model, **choices)
+    measures = kv_dtype is not None or key_mean or value_pruning_ratio is not None
+    options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
     if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
         from leank_convert.export.adapter import check_adapter, convert_adapter
 
         check_adapter(adapter, out / "adapter")
-    if kv_dtype is not None or key_mean or value_pruning_ratio is not None:
+    if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
 
@@ -138,18 +139,23 @@ def check_choices(
     recipe_name: str | None,
     overrides: tuple[str, ...],
     no_text_model: bool,
+    measures: bool = False,
     **choices: Any,
 ) -> dict[str, Any]:
-    """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found."""
+    """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found.
+
+    An export that measures something does so on the recipe's data.
+    """
     check_text_model(model, no_text_model)
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
+    read = ("windows", "mask", "model", "data") if measures else ("windows", "mask", "model")
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key.split(".")[0] not in ("windows", "mask", "model"):
+        if key.split(".")[0] not in read:
             raise click.UsageError(
-                f"--set {key} has no effect: export reads `windows`, `mask` and `model` alone"
+                f"--set {key} has no effect: this export reads {', '.join(f'`{name}`' for name in read)} alone"
             )
     recipe = None
     if recipe_name or overrides:

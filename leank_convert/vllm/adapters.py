@@ -33,6 +33,12 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
             "made for; convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and "
             "serve NEW"
         )
+    of_values = any(name.endswith(("v_proj", "o_proj")) for name in adapter.loras)
+    if of_values and model.config.leank.get("value_widths") is not None:
+        raise ValueError(
+            f"adapter `{request.lora_path}` changes V or what becomes of it, and this checkpoint has V in "
+            "other directions, to prune it; merge the adapter into the original model, then convert that"
+        )
     # By its class's name vLLM knows in which order GPT-OSS has the rows of its experts.
     if model.config.model_type == "leank_gpt_oss" and any(".experts" in name for name in adapter.loras):
         raise ValueError(

@@ -90,6 +90,7 @@ class _LeanKForCausalLM:
             settings.head_dim,
             get_tensor_model_parallel_world_size(),
             tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
+            value_widths=settings.value_widths,
         )
         if others:
             pages = lay_beside_windows(pages, others, vllm_config.cache_config)

@@ -124,7 +124,7 @@ class PlainKernels:
                 pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
 
     def value_chunk(self, store):
-        return store.values.shape[3] if store.values.shape[1] else self.head_dim
+        return store.values.shape[3]
 
     def rope_append(self, projected, cos, sin, norms, store, seen, valid):
         heads = projected.view(*seen.shape, -1, self.head_dim).transpose(1, 2)

@@ -37,7 +37,7 @@ REFUSED = {
     "inspect llama-3.1-8b-instruct --tokens 8192": "--tokens goes with --memory",
     "export owner/unknown -o OUT": "no mask for `owner/unknown`",
     f"{EXPORT} --mask m.npy": "exclude each other",
-    f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: export reads",
+    f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: this export reads",
     f"{EXPORT} --force --key-mean": "--force goes with --kv-dtype, whose cache is tried",
     f"{EXPORT} --device cpu": "--device goes with --kv-dtype and --key-mean, which measure there",
     "recipes quickstart --keys": "`--keys` goes without a recipe's name",
