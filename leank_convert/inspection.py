@@ -29,6 +29,7 @@ from leank_convert.head_layout import (
     count_cache_bytes,
     describe_layers,
     list_value_widths,
+    plan_head_layout,
 )
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
@@ -250,8 +251,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     sizes = Windows(*(windows[key] for key in WINDOW_SIZES))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
-    widths = [sorted(layer) for layer in facts["widths"]]
-    num_heads = sum(map(len, widths))
+    layout, values = plan_head_layout(facts["widths"]), facts.get("value_widths")
+    if values is not None:
+        ordered = zip(values, layout.head_permutation, strict=True)
+        values = [[layer[head] for head in order] for layer, order in ordered]
+    num_heads = sum(map(len, layout.widths))
     dense = {"dense": size, **({f"dense_{kv_dtype}": stored} if kv_dtype else {})}
     return {
         "memory_bytes": load.memory,
@@ -262,7 +266,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             side: asdict(count_dense(num_heads, head_dim, width, load.memory, load.tokens))
             for side, width in dense.items()
         },
-        "pruned": asdict(count_pruned(widths, head_dim, stored, sizes, load.memory, load.tokens)),
+        "pruned": asdict(
+            count_pruned(
+                layout.widths, head_dim, stored, sizes, load.memory, load.tokens, value_widths=values
+            )
+        ),
     }
 
 

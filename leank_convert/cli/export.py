@@ -154,8 +154,8 @@ def check_choices(
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in read:
-            sections = ", ".join(f"`{name}`" for name in read)
-            raise click.UsageError(f"--set {key} has no effect: this export reads {sections} alone")
+            known = ", ".join(f"`{name}`" for name in read)
+            raise click.UsageError(f"--set {key} has no effect: this export reads {known} alone")
     recipe = None
     if recipe_name or overrides:
         from leank_convert.recipe_choice import require_recipe

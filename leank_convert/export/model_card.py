@@ -116,8 +116,9 @@ _ADAPTERS = """
 
 KV heads are in another order than in {name}{basis}, so an adapter (LoRA) of it does not fit. Convert it for
 this checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`.
-`model.load_adapter` refuses one that was not converted; PEFT's own `PeftModel.from_pretrained(model,
-adapter)` does not, nor does the stock class, and the answers would be wrong without a warning.
+`model.load_adapter` refuses one that was not converted; PEFT's own
+`PeftModel.from_pretrained(model, adapter)` does not, nor does the stock class, and the answers would be wrong
+without a warning.
 """
 
 _FOLDED = """\

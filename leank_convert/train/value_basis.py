@@ -110,7 +110,7 @@ def measure_values(
     """
     ranks = ranks or Ranks(loaded.model.device)
     weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
-    if not samples.has_text:
+    if ranks.is_first and not samples.has_text:
         _logger.warning(
             "the basis of V is measured on the recipe's tasks alone, and other text loses more by it: name "
             "some by `data.haystack.source`"
