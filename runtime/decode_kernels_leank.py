@@ -129,9 +129,11 @@ class DecodeKernels:
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * (1 if key.is_fp8 else 2)
         # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
         fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048
-        # The accumulators of 64 queries leave no registers to a second instance. Tiles of FP8 are half as
-        # large, and take as long to work on: a third hides more.
-        most = 2 if shape.num_queries < 64 else 1
+        # The accumulators of 64 queries leave no registers to a second instance, nor do those of 32 beside V
+        # of FP8 in registers where half of that is padding. Tiles of FP8 are half as large, and take as long
+        # to work on: a third hides more.
+        is_padded = key.is_fp8 and shape.value_size >= 2 * key.head_dim
+        most = 1 if shape.num_queries == 64 or (shape.num_queries == 32 and is_padded) else 2
         if key.is_fp8 and shape.num_queries == 8 and shape.value_size <= 128:
             most = 3
         for instances in range(most, 0, -1):
