@@ -100,7 +100,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 27_590, "runtime": 9_140, "tests": 29_310, "bin": 7_260}
+BUDGETS = {"leank_convert": 27_590, "runtime": 9_140, "tests": 29_317, "bin": 7_260}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
