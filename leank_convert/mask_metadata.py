@@ -29,7 +29,9 @@ def encode(record: Any) -> dict[str, str]:
 
 def encode_value(value: object) -> str:
     """Turn a value into JSON; equal values give equal texts."""
-    return json.dumps(value, sort_keys=True, default=_to_dict)
+    return json.dumps(
+        value, sort_keys=True, default=lambda each: asdict(each) if is_dataclass(each) else {**each}
+    )
 
 
 def decode(kind: type[_Record], metadata: Mapping[str, str]) -> _Record:
@@ -51,7 +53,3 @@ def decode(kind: type[_Record], metadata: Mapping[str, str]) -> _Record:
         wrong = error.errors(include_url=False)[0]
         problem = "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
         raise LeanKError(f"header metadata `{'.'.join(map(str, wrong['loc']))}` {problem}") from error
-
-
-def _to_dict(value: Any) -> dict[str, Any]:
-    return asdict(value) if is_dataclass(value) else dict(value)  # type: ignore[arg-type]
