@@ -40,5 +40,5 @@ def listing(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def paragraph(text: str, start: str = "") -> list[str]:
     """Text in lines, the first after `start` and the others below."""
-    indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-    return textwrap.wrap(text, WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
+    indents = start, " " * len(start)
+    return textwrap.TextWrapper(WIDTH, *indents, break_long_words=False, break_on_hyphens=False).wrap(text)
