@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,9 +29,7 @@ def encode(record: Any) -> dict[str, str]:
 
 def encode_value(value: object) -> str:
     """Turn a value into JSON; equal values give equal texts."""
-    return json.dumps(
-        value, sort_keys=True, default=lambda each: asdict(each) if is_dataclass(each) else {**each}
-    )
+    return json.dumps(value, sort_keys=True, default=lambda it: vars(it) if is_dataclass(it) else {**it})
 
 
 def decode(kind: type[_Record], metadata: Mapping[str, str]) -> _Record:
