@@ -15,6 +15,7 @@ from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
 from leank_convert.export import check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
 from leank_convert.export.request import ExportRequest, MaskLike, resolve_export
+from leank_convert.files import user_path
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask
@@ -58,7 +59,7 @@ def convert_model(
             before anything is trained.
     """
     check_base_model(base_model)
-    directory = TrainingDirectory(Path(out))
+    directory = TrainingDirectory(user_path(out))
     results = directory.results(recipe).values()
     overrides = recipe.model.config_overrides
     replaces = False
@@ -123,7 +124,7 @@ def export_model(
     Raises:
         LeanKError: As `export_checkpoint` and `measure_cache`; if a cache of this dtype loses answers.
     """
-    export = resolve_export(ExportRequest(model, mask, Path(out), **options))
+    export = resolve_export(ExportRequest(model, mask, user_path(out), **options))
     choice = export.choice
     overrides = options.get("overrides", ())
     recipe = choose_recipe(options.get("recipe"), model, run=out, overrides=overrides, device=device)

@@ -397,7 +397,7 @@ def _load_safetensors(path: Path) -> ChannelMask:
         known = MaskProvenance.from_metadata(header.metadata) if "model" in header.metadata else None
         loaded = ChannelMask(mask, factors, known, mean)
     except LeanKError as error:
-        raise LeanKError(f"mask `{path}`: {error}", hint=error.hint) from error
+        raise LeanKError(f"mask `{path}`: {error.message}", hint=error.hint) from error
     if mean is not None and known is None:
         raise _without_rope(path)
     if known is None:

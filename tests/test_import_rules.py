@@ -27,6 +27,7 @@ RANKS = [
         "device",
         "progress",
         "held_out",
+        "tables",
     },
     {
         "checkpoint_io",
@@ -75,6 +76,7 @@ WITHOUT_TORCH = [
     "recipe_choice",
     "recipe_problems",
     "recipe_listing",
+    "tables",
     "methods",
     "head_layout",
     "safetensors_file",

@@ -50,7 +50,7 @@ from leank_convert.export.request import (
 from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
 from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.families import attention_tensor
-from leank_convert.files import sha256_of, sync_path, write_atomically
+from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
@@ -159,23 +159,8 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    request = ExportRequest(
-        model,
-        mask,
-        Path(out),
-        pruning_ratio=pruning_ratio,
-        recipe=recipe,
-        overrides=overrides,
-        all_channels=all_channels,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        flush_size=flush_size,
-        prune=prune,
-        config_overrides=config_overrides,
-        base_model=base_model,
-        overwrite=overwrite,
-        mask_origin=mask_origin,
-    )
+    asked = {**locals(), "out": user_path(out)}
+    request = ExportRequest(**{field.name: asked[field.name] for field in dataclasses.fields(ExportRequest)})
     export = resolve_export(request)
     return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
 

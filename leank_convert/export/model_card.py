@@ -15,7 +15,7 @@ from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_l
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance, package_versions
-from leank_convert.recipe_file import parse_recipe
+from leank_convert.recipe_file import CHANGE, parse_recipe
 from leank_convert.release import PROJECT_URL
 from leank_convert.windows import Windows
 
@@ -148,7 +148,6 @@ config.json names it; evaluated: {evaluated}."""
 
 _IMAGES = "- It reads no images: it is the text model of a larger one, whose `model_type` is {whole}.\n"
 
-_CHANGE = "# --set "  # how training notes what changed a recipe
 _RECIPE = """
 ## Recipe
 
@@ -202,6 +201,7 @@ def build_model_card(
     title, mask_model = escaped((base_model or name).rpartition("/")[2]), escaped(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     most_whole = windows.sink_size + windows.recent_size
+    moved = any(sorted(order) != list(order) for order in plan_head_layout(mask.widths).head_permutation)
     return _CARD.format(
         front_matter=_build_front_matter(title, base_model, licence or {}, None if kv_dtype else held_out),
         name=title,
@@ -230,7 +230,7 @@ def build_model_card(
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
         images=_IMAGES.format(whole=escaped(whole)) if whole else "",
-        adapters=_ADAPTERS.format(name=title) if _moves_heads(mask) else "",
+        adapters=_ADAPTERS.format(name=title) if moved else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),
         tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",
@@ -256,10 +256,6 @@ def _describe_stock(family: Architecture) -> str:
         f'After `config = {family.config_class}.from_pretrained(path)` and `config.model_type = "'
         f'{family.model_type}"`, `{family.causal_lm_class}.from_pretrained(path, config=config)`'
     )
-
-
-def _moves_heads(mask: ChannelMask) -> bool:
-    return any(list(order) != sorted(order) for order in plan_head_layout(mask.widths).head_permutation)
 
 
 def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken) -> dict[str, Any]:
@@ -367,7 +363,7 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 def _describe_recipe(known: MaskProvenance) -> str:
     """The recipe that ran, every key spelt out, with this mask's ratio; as it is where it cannot be read."""
     recipe = known.recipe or ""
-    changes = [line.removeprefix(_CHANGE) for line in recipe.splitlines() if line.startswith(_CHANGE)]
+    changes = [line.removeprefix(CHANGE) for line in recipe.splitlines() if line.startswith(CHANGE)]
     if known.pruning_ratio_asked is not None:
         changes.append(f"pruning_ratio={known.pruning_ratio_asked}")
     with contextlib.suppress(LeanKError):
