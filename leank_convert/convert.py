@@ -17,6 +17,7 @@ from leank_convert.export import check_exportable, export_checkpoint, write_expo
 from leank_convert.export.publish import recover
 from leank_convert.export.request import Export, ExportRequest, MaskLike, resolve_export
 from leank_convert.fields import Fields
+from leank_convert.files import user_path
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask
@@ -61,7 +62,7 @@ def convert_model(
             before anything is trained.
     """
     check_base_model(base_model)
-    directory = TrainingDirectory(Path(out))
+    directory = TrainingDirectory(user_path(out))
     results = directory.results(recipe).values()
     overrides = recipe.model.config_overrides
     replaces = False
@@ -132,7 +133,7 @@ def export_model(
         LeanKError: As `export_checkpoint` and `measure_cache`; if the mask prunes V already, and is to prune
             it by a ratio; if a cache of this dtype loses answers.
     """
-    export = resolve_export(ExportRequest(model, mask, Path(out), **options))
+    export = resolve_export(ExportRequest(model, mask, user_path(out), **options))
     choice = export.choice
     wanted = export.named_mask
     if value_pruning_ratio is not None:

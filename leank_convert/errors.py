@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +12,24 @@ from contextlib import contextmanager
 class LeanKError(Exception):
     """A mistake or a fault in one sentence, with a remedy where there is one.
 
-    `str(error)` is the message. The command line prints ``error: <message>`` and, where a hint is given,
-    ``hint: <hint>``, and leaves with `exit_code`.
+    `str(error)` is both, in Python's words: an option of the command line is the argument that it gives. The
+    command line prints ``error: <message>`` and ``hint: <hint>`` as they are, and leaves with `exit_code`.
 
     Args:
         message: What is wrong; names the file, tensor or key, and the value.
-        hint: What to do about it.
+        hint: What to do about it. Options stand in backticks, alone or with their value.
         exit_code: The process's exit code: 2 for what the user can fix.
     """
 
     def __init__(self, message: str, hint: str | None = None, exit_code: int = 2) -> None:
         super().__init__(message)
+        self.message = message
         self.hint = hint
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        told = self.message + (f"\nhint: {self.hint}" if self.hint else "")
+        return re.sub(r"`--([a-z-]+)(?: ([^`]+))?`", _restate_option, told)
 
 
 class RecipeError(LeanKError):
@@ -50,6 +56,21 @@ class RecipeError(LeanKError):
 
 class LeanKMemoryError(LeanKError):
     """Memory does not suffice; with less to hold it may."""
+
+
+_SWITCHES = ("all-channels", "force", "overwrite", "resume", "trust")
+_LISTS = {"length": "lengths", "set": "overrides", "task": "tasks"}
+
+
+def _restate_option(found: re.Match[str]) -> str:
+    """`--overwrite` as `overwrite=True`, `--set a=b` as `overrides=["a=b"]`."""
+    option, value = found[1], "True" if found[1] in _SWITCHES else found[2]
+    if value and value != "True" and not value.isdigit():
+        value = '"' + value.strip("'") + '"'
+    if value and option in _LISTS:
+        value = f"[{value}]"
+    name = _LISTS.get(option, option.replace("-", "_"))
+    return f"`{name}={value}`" if value else f"`{name}`"
 
 
 _CUT_LENGTH = 120

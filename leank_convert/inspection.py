@@ -33,9 +33,10 @@ from leank_convert.head_layout import (
 )
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
+from leank_convert.tables import listing
 from leank_convert.windows import Windows
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -116,7 +117,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
         "width_multiple": known.width_multiple if known else None,
         "windows": windows,
         "key_mean": mask.key_mean is not None,
-        "provenance": _describe_provenance(mask),
+        "provenance": mask.provenance and asdict(mask.provenance),
     }
 
 
@@ -150,7 +151,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "windows": asdict(windows),
         "key_mean": KEY_MEAN_KEY in leank,
         "head_permutation": leank["head_permutation"],
-        "provenance": _describe_provenance(mask),
+        "provenance": mask.provenance and asdict(mask.provenance),
     }
 
 
@@ -170,7 +171,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         check_description(description, mask)
     except LeanKError as error:
         raise LeanKError(
-            f"`{path / ONNX_DESCRIPTION_NAME}`: {error}",
+            f"`{path / ONNX_DESCRIPTION_NAME}`: {error.message}",
             hint=f"`leank-convert verify {path}` lists everything that is wrong",
         ) from error
     known, content = mask.provenance, description.content
@@ -188,7 +189,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         "windows": {key: content[key] for key in WINDOW_SIZES},
         "head_permutation": content["head_permutation"],
         "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
-        "provenance": _describe_provenance(mask),
+        "provenance": mask.provenance and asdict(mask.provenance),
     }
 
 
@@ -274,10 +275,6 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     }
 
 
-def _describe_provenance(mask: ChannelMask) -> dict[str, Any] | None:
-    return None if mask.provenance is None else asdict(mask.provenance)
-
-
 def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) -> str:
     """Render what `inspect_artifact` found as text for a person.
 
@@ -286,22 +283,17 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         with_recipe: Whether the recipe follows that the mask was made by.
     """
     if facts["kind"] == "model":
-        lines = _align(list_estimate_rows(facts))
+        lines = listing(list_estimate_rows(facts))
     else:
         recipe = ((facts["provenance"] or {}).get("recipe") or "").splitlines()
         rows = [*_model_rows(facts), *_size_rows(facts), *_capacity_rows(facts), *_provenance_rows(facts)]
         if recipe and not with_recipe:
             rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))
-        lines = [*_align([*rows, *_file_rows(facts)]), "", *_table_of_widths(facts)]
+        lines = [*listing([*rows, *_file_rows(facts)]), "", *_table_of_widths(facts)]
         if recipe and with_recipe:
             lines += ["", "recipe", *(f"  {line}" for line in recipe)]
     # What a file says must not move a terminal's cursor.
     return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
-
-
-def _align(rows: Sequence[Row]) -> list[str]:
-    size = max(len(label) for label, _ in rows)
-    return [f"{label:<{size}}  {text}" for label, text in rows]
 
 
 def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
@@ -404,10 +396,11 @@ def _file_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
         yield "" if index else "files", f"{name}: " + ("missing" if size is None else f"{size:,} bytes")
 
 
-def _table_of_widths(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield f"layer  kept  widths ({_HEAD_ORDERS[facts['kind']]})"
+def _table_of_widths(facts: Mapping[str, Any]) -> list[str]:
+    rows = [("layer", "kept", f"widths ({_HEAD_ORDERS[facts['kind']]})")]
     per_layer = facts["num_key_value_heads"] * facts["head_dim"]
     size = len(str(facts["head_dim"]))
     for layer, row in zip(facts.get("pruned_layers") or count(), facts["widths"], strict=False):
-        widths = " ".join(f"{width:>{size}}" for width in row)
-        yield f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}"
+        widths = " ".join(f"{width:<{size}}" for width in row)
+        rows.append((f"{layer:>5}", f"{sum(row) / per_layer:>4.0%}", widths))
+    return listing(rows)

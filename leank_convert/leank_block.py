@@ -101,7 +101,7 @@ def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> L
         _check_values(leank, facts)
     except (ValueError, LeanKError) as error:
         raise LeanKError(
-            f"`{origin}`: {str(error).removeprefix('config.json: ')}",
+            f"`{origin}`: {getattr(error, 'message', str(error)).removeprefix('config.json: ')}",
             hint="export the checkpoint again; `leank-convert verify` lists everything that is wrong",
         ) from error
     return settings

@@ -301,7 +301,7 @@ def _load_safetensors(path: Path) -> ChannelMask:
         known = MaskProvenance.from_metadata(header.metadata) if "model" in header.metadata else None
         loaded = ChannelMask(mask, provenance=known, **stored)
     except LeanKError as error:
-        raise LeanKError(f"mask `{path}`: {error}", hint=error.hint) from error
+        raise LeanKError(f"mask `{path}`: {error.message}", hint=error.hint) from error
     _check_origin(loaded, path)
     if known is None:
         return loaded

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.masks import list_masks, percent
+from leank_convert.tables import listing
 
 _EXPLANATION = """
-pruned: the percent of the model's K channels that was asked to go, and what is gone.
+pruned: the percent of the model's K channels that was asked to go, and what is
+gone.
 windows: first tokens and last tokens that keep all channels.
-testbed: the toy that ships with the package; its figures say nothing of other models.
+testbed: the toy in the package; its figures say nothing of other models.
 
-`leank-convert export MODEL -o OUT` takes the mask of MODEL; `--pruning-ratio` picks one of several, `--mask`
-takes one by its name. `leank-convert inspect NAME` shows all that is known of it.
+`leank-convert export MODEL -o OUT` takes the mask of MODEL. `--pruning-ratio`
+picks one of several, `--mask` takes one by its name.
+`leank-convert inspect NAME` shows all that is known of a mask.
 """
 
 
@@ -30,23 +32,12 @@ def render_masks(*, as_json: bool = False) -> str:
     listed = [_describe(path) for path in list_masks()]
     if as_json:
         return json.dumps(listed)
-    rows = [("mask", "model", "pruned", "windows", "made by")]
-    rows += [
-        (
-            mask["name"],
-            mask["model"],
-            f"{100 * mask['pruning_ratio_asked']:g}%: {mask['pruning_ratio']:.1%}",
-            f"{mask['sink_size']}, {mask['recent_size']}",
-            mask["made_by"],
-        )
-        for mask in listed
-    ]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)) for row in rows]
-    told = ["", *(_indent(f"evaluated: {mask['evaluated']}") for mask in listed)]
-    return (
-        "\n".join(line.rstrip() + more for line, more in zip(lines, told, strict=True)) + "\n" + _EXPLANATION
-    )
+    rows: list[tuple[str, ...]] = [("mask", "pruned", "windows", "made by")]
+    for mask in listed:
+        pruned = f"{100 * mask['pruning_ratio_asked']:g}%: {mask['pruning_ratio']:.1%}"
+        rows.append((mask["name"], pruned, f"{mask['sink_size']}, {mask['recent_size']}", mask["made_by"]))
+        rows += [(f"model: {mask['model']}",), (f"evaluated: {mask['evaluated']}",)]
+    return "\n".join(listing(rows)) + "\n" + _EXPLANATION
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -67,8 +58,3 @@ def _describe(path: Path) -> dict[str, Any]:
         "source": known.source,  # where it was published, under what copyright and licence
         "evaluated": known.evaluated,
     }
-
-
-def _indent(text: str) -> str:
-    """A text below a row, in lines that a terminal has room for."""
-    return "\n" + textwrap.fill(text, 110, initial_indent="    ", subsequent_indent="    ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,7 +29,7 @@ def encode(record: Any) -> dict[str, str]:
 
 def encode_value(value: object) -> str:
     """Turn a value into JSON; equal values give equal texts."""
-    return json.dumps(value, sort_keys=True, default=_to_dict)
+    return json.dumps(value, sort_keys=True, default=lambda it: vars(it) if is_dataclass(it) else {**it})
 
 
 def decode(kind: type[_Record], metadata: Mapping[str, str]) -> _Record:
@@ -51,7 +51,3 @@ def decode(kind: type[_Record], metadata: Mapping[str, str]) -> _Record:
         wrong = error.errors(include_url=False)[0]
         problem = "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
         raise LeanKError(f"header metadata `{'.'.join(map(str, wrong['loc']))}` {problem}") from error
-
-
-def _to_dict(value: Any) -> dict[str, Any]:
-    return asdict(value) if is_dataclass(value) else dict(value)  # type: ignore[arg-type]

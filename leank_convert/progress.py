@@ -1,4 +1,4 @@
-"""Progress of every long command: a bar in a terminal, a plain line now and then in a file or a CI log."""
+"""Progress of every long command: a bar in a terminal or a notebook, else a plain line now and then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -104,7 +105,7 @@ def progress_bar(
         clock: Of the plain lines, in seconds.
     """
     console = Console(stderr=True)
-    if shown and not console.is_terminal:
+    if shown and not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
         lines = _Lines(what, total, done, clock)
         try:
             yield lines.advance

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RUN_RECIPE_NAME = "recipe.yaml"  # what a training run was made by, in its folder
 DERIVED = "# Derived for "  # how a recipe begins that nobody wrote, and whose opening comment is to be kept
+CHANGE = "# --set "  # begins the comment below a recipe that notes a change of it: an override, or a flag
 _MAX_BYTES = 1 << 18  # PyYAML takes a second for them
 
 

@@ -15,16 +15,18 @@ import yaml
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import list_recipes, load_recipe
+from leank_convert.tables import WIDTH, listing
 
 _COMMENT_COLUMN = 36
-_LINE_LENGTH = 110
 
 _EXPLANATION = """
-context: tokens of the shortest and the longest sample, template and answer included.
+context: tokens of the shortest and the longest sample, template and answer
+included.
 pruned: the fraction of the model's K channels that is removed.
 
-`leank-convert recipes NAME` prints a recipe, with what to expect of it and whether it was run on the real
-weights here; `leank-convert recipes --keys` prints every key that a recipe may have, with its default.
+`leank-convert recipes NAME` prints a recipe, with what to expect of it and
+whether it was run on the real weights here.
+`leank-convert recipes --keys` prints every key of recipes, with its default.
 """
 
 
@@ -58,15 +60,13 @@ def render_recipes(*, as_json: bool = False) -> str:
             for packaged in listed
         ]
         return json.dumps(facts)
-    rows = [("recipe", "model", "context", "pruned")]
+    rows: list[tuple[str, ...]] = [("recipe", "context", "pruned")]
     for packaged in listed:
         recipe, data = packaged.recipe, packaged.recipe.data
         context = f"{_render_length(data.min_length)} to {_render_length(data.max_length)}"
         pruned = ", ".join(f"{100 * ratio:g}%" for ratio in recipe.pruning_ratios)
-        rows.append((packaged.name, recipe.model.id or "any", context, pruned))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines) + "\n" + _EXPLANATION
+        rows += [(packaged.name, context, pruned), (f"model: {recipe.model.id or 'any'}",)]
+    return "\n".join(listing(rows)) + "\n" + _EXPLANATION
 
 
 def render_keys(*, as_json: bool = False) -> str:
@@ -102,6 +102,6 @@ def _comment(text: str, comment: str, indent: str) -> Iterator[str]:
     """A line of YAML with its comment, which goes on below itself where the line ends."""
     margin = " " * _COMMENT_COLUMN if text else indent
     words = " ".join(comment.split())
-    first, *rest = textwrap.wrap(words, _LINE_LENGTH - len(margin) - 2, break_on_hyphens=False)
+    first, *rest = textwrap.wrap(words, WIDTH - len(margin) - 2, break_on_hyphens=False)
     yield f"{text:<{_COMMENT_COLUMN - 1}} # {first}" if text else f"{margin}# {first}"
     yield from (f"{margin}# {line}" for line in rest)

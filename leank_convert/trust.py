@@ -21,7 +21,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.export.runtime_files import auto_map, needed_parts, read_runtime_files
 from leank_convert.files import read_json, sha256_of
 
-_HINT = "look at what it is; pass `--trust` (in Python `trust=True`) to let it run"
+_HINT = "look at what it is; pass `--trust` to let it run"
 # Twenty times the largest runtime file: what is larger need not be hashed.
 _LARGEST = 1 << 20
 
@@ -64,7 +64,8 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
                 f"`{folder}` lacks the runtime file `{name}`, which its config needs", hint="export it again"
             )
     for path in _python_files(folder):
-        if path.parent != folder or not _is_known(path, known.get(path.name)):
+        hashed = path.parent == folder and path.is_file() and path.stat().st_size < _LARGEST
+        if not hashed or sha256_of(path) != known.get(path.name):
             raise LeanKError(
                 f"{cut(str(path.relative_to(folder)))} in `{folder}` is no runtime file of this release of "
                 "leank-convert",
@@ -115,10 +116,6 @@ def _python_files(folder: Path) -> Iterator[Path]:
                     f"{inner} in `{folder}` is a link to a folder, which is not looked into", hint=_HINT
                 )
         yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".py"))
-
-
-def _is_known(path: Path, digest: str | None) -> bool:
-    return path.is_file() and path.stat().st_size < _LARGEST and sha256_of(path) == digest
 
 
 def _read(path: Path) -> dict[str, Any]:

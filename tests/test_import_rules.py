@@ -27,6 +27,7 @@ RANKS = [
         "device",
         "progress",
         "held_out",
+        "tables",
     },
     {
         "checkpoint_io",
@@ -75,6 +76,7 @@ WITHOUT_TORCH = [
     "recipe_choice",
     "recipe_problems",
     "recipe_listing",
+    "tables",
     "methods",
     "head_layout",
     "safetensors_file",
@@ -100,7 +102,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 28_610, "runtime": 9_450, "tests": 30_340, "bin": 7_320}
+BUDGETS = {"leank_convert": 28_610, "runtime": 9_450, "tests": 30_350, "bin": 7_320}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

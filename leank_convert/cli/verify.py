@@ -10,6 +10,7 @@ import click
 
 from leank_convert.cli.export import quiet_transformers
 from leank_convert.cli.options import json_option
+from leank_convert.tables import listing
 
 
 @click.command(short_help="Check a checkpoint or an ONNX folder.")
@@ -35,7 +36,7 @@ def verify(folder: Path, source: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     else:
-        for check in report.checks:
-            click.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}")
+        rows = [("ok" if check.ok else "FAIL", f"{check.name}: {check.detail}") for check in report.checks]
+        click.echo("\n".join(listing(rows)))
     if not report.ok:
         sys.exit(1)

@@ -79,29 +79,12 @@ def evaluate_checkpoint(
             cannot be drawn for its tokenizer, all of them are too short for anything to be pruned, `against`
             has another tokenizer, `out` holds answers of another evaluation, or memory does not suffice.
     """
+    asked = locals()  # the attributes of a request are these parameters
     from leank_convert.evaluate.request import EvaluationRequest, resolve_evaluation
+    from leank_convert.files import user_path
 
-    request = EvaluationRequest(
-        Path(checkpoint),
-        mask=mask,
-        recipe=recipe,
-        overrides=overrides,
-        tasks=tasks,
-        lengths=lengths,
-        haystack=haystack,
-        questions=questions,
-        data=data,
-        num_samples=num_samples,
-        seed=seed,
-        also=also,
-        against=against,
-        out=None if out is None else Path(out),
-        device=device,
-        batch_size=batch_size,
-        trust=trust,
-        progress=progress,
-    )
-    evaluation = resolve_evaluation(request)
+    asked |= {"checkpoint": user_path(checkpoint), "out": None if out is None else user_path(out)}
+    evaluation = resolve_evaluation(EvaluationRequest(**asked))
     from leank_convert.evaluate.run import run_evaluation  # imports torch
 
     return run_evaluation(evaluation)

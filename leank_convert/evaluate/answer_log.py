@@ -112,5 +112,5 @@ def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Pa
             raise LeanKError(
                 f"`{folder}` holds answers of another evaluation: `{shorten(key)}` was "
                 f"{shorten(json.dumps(kept.get(key)))}, is {shorten(json.dumps(settings.get(key)))}",
-                hint="name another folder with --out, or remove this one",
+                hint="name another folder with `--out`, or remove this one",
             )

@@ -15,6 +15,7 @@ from leank_convert.evaluate.request import CSV_NAME, JSON_NAME, PLOT_NAME
 from leank_convert.files import write_atomically
 from leank_convert.report.figures import BLUE, GREEN, ORANGE
 from leank_convert.report.page import figure_png
+from leank_convert.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,59 +231,47 @@ def render_comparison(result: Comparison) -> str:
     """Render a comparison as a table for a person."""
     asked = "-" if result.pruning_ratio_asked is None else f"{result.pruning_ratio_asked:.1%}"
     cache = result.cache
-    others = result.variants[2:]
-    compared = result.variants[1]
-    label = max(20, *(len(task) + 2 for _, task, _ in result.rows()))
-    lines = [
-        f"{result.measure:<{label}}{'n':>6}{result.baseline:>9}{compared:>9}{'difference':>12}  "
-        f"{'95% interval':<18}" + "".join(f"  {_title(name):>12}" for name in others)
-    ]
+    compared, others = result.variants[1], result.variants[2:]
+    names = result.baseline, compared, "difference", "95% interval", *map(_title, others)
+    rows, blank = [[result.measure, "n", *names]], [""] * (len(names) + 1)
 
     def add(name: str, score: PairedScore) -> None:
         difference = score.differences[compared]
         low, high = difference.interval
-        lines.append(
-            f"{name:<{label}}{score.n:>6}{score.means[result.baseline]:>9.2%}{score.means[compared]:>9.2%}"
-            f"{difference.mean:>+12.2%}  {f'[{low:+.2%}, {high:+.2%}]':<18}"
-            + "".join(f"  {score.means[name]:>{max(12, len(_title(name)))}.2%}" for name in others)
-        )
+        dense, pruned, *more = (f"{score.means[variant]:.2%}" for variant in result.variants)
+        interval = f"[{low:+.2%}, {high:+.2%}]"
+        rows.append([name, str(score.n), dense, pruned, f"{difference.mean:+.2%}", interval, *more])
 
     for length in result.lengths:
         if len(result.lengths) > 1:
-            lines += ["", f"{length} tokens"]
+            rows += [["", *blank], [f"{length} tokens", *blank]]
         for task, score in result.by_task(length).items():
             add(task, score)
         if len(result.lengths) > 1:
             add("all tasks", result.at(length))
     if len(result.lengths) > 1:
-        lines.append("")
+        rows.append(["", *blank])
     add("all tasks" if len(result.lengths) == 1 else "all", result.total)
-    lines += ["", f"{f'cache at {cache.num_tokens} tokens':<26}{'dense':>12}{'pruned':>12}{'saved':>9}"]
+    sizes = [(f"cache at {cache.num_tokens} tokens", "dense", "pruned", "saved")]
     for name, dense, pruned in (
         ("K bytes", cache.key_dense, cache.key_pruned),
         ("V bytes", cache.value_dense, cache.value_pruned),
     ):
-        lines.append(f"{name:<26}{dense:>12,}{pruned:>12,}{1 - pruned / dense:>9.1%}")
-    if others:
-        lines += _render_used(result)
+        sizes.append((name, f"{dense:,}", f"{pruned:,}", f"{1 - pruned / dense:.1%}"))
+    lines = [*table(rows), "", *table(sizes), *(_render_used(result) if others else ())]
     lines += ["", f"pruning ratio: asked {asked}, reached {result.pruning_ratio:.1%}"]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _render_used(result: Comparison) -> list[str]:
     """Every variant's score beside the bytes of its cache, window and all counted."""
     count = result.cache.num_tokens
     dense = result.cache.key_dense + result.cache.value_dense
-    lines = [
-        "",
-        f"{f'K and V at {count} tokens':<26}{'score':>12}{'bytes/token':>12}{'of dense':>9}{'read':>9}",
-    ]
+    rows = [(f"K and V at {count} tokens", "score", "bytes/token", "of dense", "read")]
     for name, used in result.used.items():
-        lines.append(
-            f"{_title(name):<26}{result.total.means[name]:>12.2%}{used.held / count:>12,.0f}"
-            f"{used.held / dense:>9.1%}{used.read / dense:>9.1%}"
-        )
-    return [*lines, "read: by one decode step, of the dense cache's bytes"]
+        shares = f"{used.held / dense:.1%}", f"{used.read / dense:.1%}"
+        rows.append((_title(name), f"{result.total.means[name]:.2%}", f"{used.held / count:,.0f}", *shares))
+    return ["", *table(rows), "read: by one decode step, of the dense cache's bytes"]
 
 
 def _title(variant: str) -> str:

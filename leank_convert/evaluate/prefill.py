@@ -102,7 +102,8 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
     for ids, real in zip(input_ids, attention_mask.bool(), strict=True):
         alone = ids[real][None]
         token, cache = run(alone, torch.ones_like(alone))
-        if not _is_plain(cache):
+        # Some layer may hold fewer columns, such as one with a sliding window.
+        if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
             return run(input_ids, attention_mask)
         tokens.append(token)
         caches.append(cache)
@@ -162,11 +163,6 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor) -> Iterator[Tens
     rows = [ids[real] for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
     for length, group in groupby(rows, key=len):
         yield from torch.split(torch.stack(list(group)), max(1, _TOKENS_AT_ONCE // length))
-
-
-def _is_plain(cache: Cache) -> bool:
-    """Whether every layer holds all columns; a sliding window's, for one, holds fewer."""
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:

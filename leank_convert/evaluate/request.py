@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from leank_convert.checkpoint_io import read_leank_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.names import WINDOW, check_names
+from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
 from leank_convert.recipe import DataSection, Recipe
 from leank_convert.recipe_choice import find_recipe, require_recipe
@@ -82,6 +83,10 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
         LeanKError: If arguments contradict each other, the checkpoint is none, there is no such recipe, or
             `out` holds files that no evaluation wrote.
     """
+    asked = Fields(vars(request), "evaluation")
+    for name, least in (("num_samples", 1), ("batch_size", 1), ("seed", 0)):
+        if getattr(request, name) is not None:
+            asked.whole_number(name, least, 2**63 - 1)
     published = next((task for task in request.tasks if task in _PUBLISHED), None)
     source = published or (RULER if request.tasks else HELD_OUT)
     for message, hint in _contradictions(request, source):
@@ -101,9 +106,6 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
 def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[str, str]]:
     """What contradicts itself in a request, each with its remedy; names are those of the options."""
     tasks, lengths = request.tasks, request.lengths
-    for option, value in (("--num-samples", request.num_samples), ("--batch-size", request.batch_size)):
-        if value < 1:
-            yield f"`{option}` is {value}, and at least 1 is needed", "ask for more"
     if tasks and (request.recipe is not None or request.overrides):
         yield (
             "`--recipe` and `--set` choose a recipe's data, and `--task` asks something else",
@@ -144,7 +146,7 @@ def _refuse_foreign_results(out: Path) -> None:
             if (out / name).exists():
                 raise LeanKError(
                     f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
-                    hint="name another folder with --out",
+                    hint="name another folder with `--out`",
                 )
 
 

@@ -31,6 +31,7 @@ from leank_convert.folders import check_folder
 from leank_convert.progress import progress_bar
 from leank_convert.report.figures import INK
 from leank_convert.report.page import figure_png
+from leank_convert.tables import paragraph, table
 from leank_convert.windows import Windows
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _read_text(path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise LeanKError(f"`{path}`: {error}", hint="--text takes plain text in UTF-8") from error
+        raise LeanKError(f"`{path}`: {error}", hint="`--text` takes plain text in UTF-8") from error
 
 
 def compare_text(
@@ -305,28 +306,23 @@ def render_text_comparison(result: TextComparison) -> str:
     overall = result.mean(result.variants[0])
     after = result.num_tokens - result.prefix_tokens - 1
     more = "" if overall.n == after else "; `--num-tokens` sets how many"
-    lines = [
+    lines = paragraph(
         f"{overall.n} of {after} tokens measured: tokens {overall.first} to {overall.last} of the text's "
-        f"{result.num_tokens}, each a decode step",
-        f"on a cache of all before it (the first {result.prefix_tokens} prefilled, which is dense){more}",
-        "",
-    ]
-    width = max(len("tokens"), *(len(variant.name) for variant in result.variants))
+        f"{result.num_tokens}, each a decode step on a cache of all before it (the first "
+        f"{result.prefix_tokens} prefilled, which is dense){more}"
+    )
     for variant in result.variants:
-        lines.append(
-            f"{variant.name:<{width + 14}}{'n':>6}{'KL (nats)':>12}{'same token':>12}{'NLL dense':>11}"
-            f"{'NLL':>9}{'difference':>12}"
-        )
-        rows = [(f"tokens {m.first}-{m.last}", m) for m in result.by_position(variant)]
-        for label, means in (*rows, ("all", result.mean(variant))):
-            lines.append(
-                f"{label:<{width + 14}}{means.n:>6}{means.kl:>12.3g}{means.greedy_agreement:>12.2%}"
-                f"{means.dense_nll:>11.4f}{means.nll:>9.4f}{means.nll - means.dense_nll:>+12.4f}"
-            )
+        lines += ["", variant.name]
+        rows = [("tokens", "n", "KL (nats)", "same token", "NLL dense", "NLL", "difference")]
+        parts = [(f"{m.first} to {m.last}", m) for m in result.by_position(variant)]
+        for label, means in (*parts, ("all", result.mean(variant))):
+            shown = f"{means.kl:.3g}", f"{means.greedy_agreement:.2%}", f"{means.dense_nll:.4f}"
+            nll = f"{means.nll:.4f}", f"{means.nll - means.dense_nll:+.4f}"
+            rows.append((label, str(means.n), *shown, *nll))
+        lines += table(rows)
         if variant.num_whole:
             lines.append(f"at the first {variant.num_whole} of them nothing was pruned yet")
-        lines.append("")
-    lines.append("means; KL(dense || variant); NLL of the text's own next token, in nats")
+    lines += ["", "means; KL(dense || variant); NLL of the text's own next token, in nats"]
     return "\n".join(lines) + "\n"
 
 

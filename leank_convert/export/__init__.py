@@ -49,7 +49,7 @@ from leank_convert.export.request import (
 from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
 from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.families import attention_tensor
-from leank_convert.files import sha256_of, sync_path, write_atomically
+from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
@@ -155,7 +155,7 @@ def export_checkpoint(
     request = ExportRequest(
         model,
         mask,
-        Path(out),
+        user_path(out),
         pruning_ratio=pruning_ratio,
         recipe=recipe,
         overrides=overrides,

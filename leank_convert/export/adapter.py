@@ -32,7 +32,7 @@ from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.plan import TensorEdit, bases_by_layer, plan_edit
 from leank_convert.export.stock_tensors import list_stock_tensors
-from leank_convert.files import read_json, sync_path, write_atomically
+from leank_convert.files import read_json, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
 from leank_convert.leank_block import VALUE_WIDTHS_KEY, read_block
@@ -67,7 +67,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
             that has no order of heads known here, or DoRA's magnitudes of a V that is pruned; or if one
             cannot be read, or `out` not be written.
     """
-    out, origin = Path(out), resolve_model(checkpoint)
+    out, origin = user_path(out), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))

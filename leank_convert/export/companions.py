@@ -124,7 +124,7 @@ def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any], *, warned: 
         chosen = find_tokenizer_class(folder)
     except LeanKError as error:
         if not warned:
-            _logger.warning("%s; it is copied as it is", error)
+            _logger.warning("%s; it is copied as it is", error.message)
         return {}
     if names_class(folder, settings, chosen):
         return {}

@@ -16,7 +16,7 @@ from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance, package_versions
-from leank_convert.recipe_file import parse_recipe
+from leank_convert.recipe_file import CHANGE, parse_recipe
 from leank_convert.release import PROJECT_URL
 from leank_convert.windows import Windows
 
@@ -156,7 +156,6 @@ config.json names it; evaluated: {evaluated}."""
 
 _IMAGES = "- It reads no images: it is the text model of a larger one, whose `model_type` is {whole}.\n"
 
-_CHANGE = "# --set "  # how training notes what changed a recipe
 _RECIPE = """
 ## Recipe
 
@@ -210,6 +209,8 @@ def build_model_card(
     title, mask_model = escaped((base_model or name).rpartition("/")[2]), escaped(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     most_whole = windows.sink_size + windows.recent_size
+    orders = plan_head_layout(mask.widths).head_permutation
+    moved = mask.value_basis is not None or any(sorted(order) != list(order) for order in orders)
     return _CARD.format(
         front_matter=_build_front_matter(title, base_model, licence or {}, None if kv_dtype else held_out),
         name=title,
@@ -242,7 +243,7 @@ def build_model_card(
         adapters=_ADAPTERS.format(
             name=title, basis=", and V in another basis" if mask.value_basis is not None else ""
         )
-        if _moves_heads(mask)
+        if moved
         else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),
@@ -281,13 +282,6 @@ def _describe_stock(family: Architecture) -> str:
     return (
         f'After `config = {family.config_class}.from_pretrained(path)` and `config.model_type = "'
         f'{family.model_type}"`, `{family.causal_lm_class}.from_pretrained(path, config=config)`'
-    )
-
-
-def _moves_heads(mask: ChannelMask) -> bool:
-    """Whether an adapter of the original does not fit: heads change places, or V its basis."""
-    return mask.value_basis is not None or any(
-        list(order) != sorted(order) for order in plan_head_layout(mask.widths).head_permutation
     )
 
 
@@ -396,7 +390,7 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 def _describe_recipe(known: MaskProvenance) -> str:
     """The recipe that ran, every key spelt out, with this mask's ratio; as it is where it cannot be read."""
     recipe = known.recipe or ""
-    changes = [line.removeprefix(_CHANGE) for line in recipe.splitlines() if line.startswith(_CHANGE)]
+    changes = [line.removeprefix(CHANGE) for line in recipe.splitlines() if line.startswith(CHANGE)]
     if known.pruning_ratio_asked is not None:
         changes.append(f"pruning_ratio={known.pruning_ratio_asked}")
     with contextlib.suppress(LeanKError):

@@ -121,7 +121,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
     if replaces and not overwrite:
         raise LeanKError(
             f"`{out}` already holds a checkpoint",
-            hint="name another folder; `leank-convert export` replaces it by `--overwrite`",
+            hint="name another folder; `leank-convert export --overwrite` replaces it",
         )
     refuse_mistakable(out)
     refuse_edited(out)

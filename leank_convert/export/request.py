@@ -191,6 +191,7 @@ def choose(request: ExportRequest) -> Choice:
     """
     asked = Fields(vars(request), "export")
     asked.flag("overwrite")
+    asked.flag("all_channels")
     model, mask, ratio = request.model, request.mask, request.pruning_ratio
     if ratio is not None:
         asked.number("pruning_ratio", 0, 1)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.fields import Fields
+from leank_convert.files import user_path
 from leank_convert.folders import check_folder, lock_training
 from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask
@@ -102,7 +104,8 @@ def train_masks(
             code 130 or 143). Processes but the first exit where that one raises.
     """
     chosen = choose_recipe(recipe, model, run=out if resume else None, training=True, device=device)
-    directory = TrainingDirectory(Path(out))
+    Fields({"resume": resume}, "training").flag("resume")
+    directory = TrainingDirectory(user_path(out))
     results = directory.results(chosen)
     with ExitStack() as stack:
         with join_ranks(device) as ranks:

@@ -28,7 +28,8 @@ from leank_convert.export.request import (
     refuse_to_lose_mask,
     resolve_export,
 )
-from leank_convert.files import sha256_of, write_atomically
+from leank_convert.fields import Fields
+from leank_convert.files import sha256_of, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask
@@ -38,6 +39,7 @@ from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, ca
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE
 from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 from leank_convert.onnx.pruned_model import (
+    DTYPES,
     PrunedModel,
     check_traceable,
     load_pruned,
@@ -95,7 +97,8 @@ def export_onnx(
     """
     check_available(opset)
     check_quantizer(weights)
-    out = Path(out)
+    Fields({"dtype": dtype}, "export").text("dtype", DTYPES)
+    out = user_path(out)
     check_folder(out)
     checkpoint = resolve_model(model)
     export = None
@@ -105,8 +108,8 @@ def export_onnx(
         if mask is not None or chosen:
             raise LeanKError(
                 f"`{model}` already is a LeanK checkpoint, with a mask and windows of its own",
-                hint="leave out --mask, --all-channels, --recipe, --set and the window sizes, or start from "
-                "the original model",
+                hint="leave out `--mask`, `--all-channels`, `--recipe`, `--set` and the window sizes, or "
+                "start from the original model",
             )
         refuse_overlap(checkpoint, out)
         refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)

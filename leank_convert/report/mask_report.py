@@ -92,6 +92,8 @@ def _collect_facts(
         if known.seed is not None:
             facts.append(("seed", str(known.seed)))
         facts.append(("versions", ", ".join(f"{name} {v}" for name, v in known.versions.items())))
+        made = f"; of a mask alone, first `leank-convert export {known.model} -o OUT`"
+        facts.append(("next step", f"`leank-convert evaluate OUT` compares answers with dense ones{made}"))
     return facts
 
 

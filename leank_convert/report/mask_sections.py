@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
-from leank_convert.report.distribution import OUTLIER_RULE, MaskAnalysis, OutlierPair
+from leank_convert.report.distribution import OUTLIER_RULE, MaskAnalysis
 from leank_convert.report.page import Section, panels, rows_height
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> list[tu
     key, value = cache.removed
     quarters = ", ".join(str(count) for count in analysis.empty_by_quarter)
     removed = f"{1 - analysis.kept:.1%} removed" + ("" if asked is None else f" (asked: {asked:.1%})")
+    outliers = [
+        f"pair {outlier.pair}, {outlier.kept:.1%} kept, its neighbours {outlier.neighbours:.1%} "
+        f"({outlier.score:+.1f} robust standard deviations)"
+        for outlier in analysis.outliers
+    ]
     return [
         ("shape", f"{layers} layers, {heads} KV heads, head_dim {analysis.head_dim}"),
         ("K channels", f"{analysis.kept:.1%} kept, {removed}"),
@@ -31,7 +36,7 @@ def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> list[tu
             f"by quarter of the layers, shallow first: {quarters}",
         ),
         ("heads per width", _describe_widths(analysis)),
-        ("outlier pairs", "; ".join(map(_describe_outlier, analysis.outliers)) or "none"),
+        ("outlier pairs", "; ".join(outliers) or "none"),
         (
             "saved per token",
             f"K {key:.1%}, V {value:.1%}, together {cache.saved:.1%}: "
@@ -94,10 +99,3 @@ def _describe_widths(analysis: MaskAnalysis) -> str:
     if len(counts) <= _MOST_WIDTHS:
         return ", ".join(f"{width}: {count}" for width, count in counts.items())
     return f"{len(counts)} widths from {min(counts)} to {max(counts)}"
-
-
-def _describe_outlier(outlier: OutlierPair) -> str:
-    return (
-        f"pair {outlier.pair}, {outlier.kept:.1%} kept, its neighbours {outlier.neighbours:.1%} "
-        f"({outlier.score:+.1f} robust standard deviations)"
-    )

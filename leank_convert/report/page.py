@@ -48,6 +48,10 @@ figcaption { color: var(--quiet); font-size: 0.9rem; }
 svg { display: block; width: 100%; height: auto; }
 p { max-width: 50rem; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: 0.75rem 1rem; }
+@media (max-width: 44rem) {
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: 0.5rem; }
+  figure { overflow-x: auto; } svg { width: 44rem; } /* narrower, its text could not be read */
+}
 </style>
 </head>
 <body>

@@ -11,12 +11,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
+from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, count_bytes, find_model, load_model
@@ -92,7 +94,7 @@ class Forecast:
 
     def render(self) -> str:
         """Lines for a person."""
-        return "".join(f"{heading:<11}{text}\n" for heading, text in self._lines())
+        return "".join(f"{line}\n" for line in listing([*self._lines()]))
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         facts, data, found = self.facts, self.recipe.data, self.to_dict()
@@ -113,7 +115,7 @@ class Forecast:
         yield "questions", f"{asked}; tasks in turn: {', '.join(data.tasks)}"
         yield "tokens", f"{found['tokens_per_step']:,.0f} a step on average, {found['tokens']:,.0f} in all"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
-        size = {name: _gigabytes(count) for name, count in self.memory.items() if count is not None}
+        size = {name: decimal(count) for name, count in self.memory.items() if count is not None}
         yield (
             "memory",
             f"weights {size['weights']} + K/V of {stored} {size['context']} + "
@@ -181,7 +183,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         with out_of_memory("a step", "see above"):
             return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
     except LeanKMemoryError as error:
-        return replace(found, why_unmeasured=str(error))
+        return replace(found, why_unmeasured=error.message)
 
 
 def _product_seconds(found: Forecast) -> float:
@@ -235,7 +237,3 @@ def _render_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -193,7 +193,7 @@ def check_held_out(
                 if ending.reason:
                     raise LeanKError(
                         f"{ending.reason} ended the check of held-out samples",
-                        hint="the same command and `--resume` goes on with it" if recipe.trains else None,
+                        hint="go on with it by `--resume`" if recipe.trains else None,
                         exit_code=ending.exit_code,
                     )
                 if start + ranks.rank < num_contexts:

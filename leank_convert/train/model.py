@@ -145,8 +145,8 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
     folder = files.checkpoint.folder
     with out_of_memory(
         f"the weights of model `{files.name}`",
-        "spread them over all GPUs of one process by `--set model.device_map=auto`; `--dry-run` says what a "
-        "run needs",
+        "spread them over all GPUs of one process by `--set model.device_map=auto`; `leank-convert "
+        "train --dry-run` says what a run needs",
     ):
         model = _load_weights(files, recipe, device)
     return LoadedModel(

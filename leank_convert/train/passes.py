@@ -143,8 +143,8 @@ def check_layers(facts: ModelFacts, name: str) -> None:
         raise LeanKError(
             f"model `{name}` has layers with linear attention, and transformers {transformers_version} is "
             "too old to train on them",
-            hint="`pip install 'transformers>=5.23'`, or take a method that trains nothing: `--method "
-            "static-norm --set held_out_samples=0 --set key_mean=false`",
+            hint="`pip install 'transformers>=5.23'`, or take a method that trains nothing: "
+            "`--method static-norm` with `--set held_out_samples=0` and `--set key_mean=false`",
         )
 
 

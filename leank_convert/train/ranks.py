@@ -108,7 +108,7 @@ class Ranks:
         if self.num_ranks == 1:
             assert error is not None
             raise error
-        facts = None if error is None else (str(error), error.hint, error.exit_code)
+        facts = None if error is None else (error.message, error.hint, error.exit_code)
         gathered: list[Any] = [None] * self.num_ranks
         torch.distributed.all_gather_object(gathered, facts)
         rank, (message, hint, exit_code) = next(

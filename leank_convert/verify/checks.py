@@ -68,7 +68,7 @@ class Checks:
         try:
             self.made.append(Check(name, True, look()))
         except LeanKError as error:
-            self.made.append(Check(name, False, str(error)))
+            self.made.append(Check(name, False, error.message))
         return self.made[-1].ok
 
     def value(self, name: str, look: Callable[[], tuple[_Value, str]]) -> _Value | None:
@@ -91,7 +91,7 @@ class Checks:
                 same += 1
             except LeanKError as error:
                 shown = name if name.isprintable() and len(name) < _LONG_NAME else cut(name)
-                self.made.append(Check(f"digest of {shown}", False, str(error)))
+                self.made.append(Check(f"digest of {shown}", False, error.message))
         self.made.append(Check("digests", True, f"{same} of {len(files)} files as {listed_in} says"))
 
     def report(self, path: str | Path, source: str | Path | None) -> Report:

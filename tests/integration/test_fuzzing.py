@@ -278,7 +278,7 @@ def limits():
 
 def check_refusal(error):
     """A mistake of the user's, told in short."""
-    told = str(error)
+    told = error.message
     assert 0 < len(told) <= MAX_MESSAGE and "\n" not in told, f"{len(told)} characters: {told[:300]}"
     assert error.exit_code == 2 and len(error.hint or "") <= MAX_MESSAGE
 

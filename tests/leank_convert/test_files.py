@@ -30,7 +30,8 @@ def test_what_is_no_json_of_a_model_is_refused_in_a_sentence(tmp_path, content, 
     path.write_bytes(content)
     with pytest.raises(LeanKError, match=re.escape(message)) as caught:
         read_json(path)
-    assert str(path) in str(caught.value) and len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+    told = caught.value.message
+    assert str(path) in told and len(told) < 600 and "\n" not in told
 
 
 def test_what_is_json_is_read(tmp_path):

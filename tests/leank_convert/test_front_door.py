@@ -34,23 +34,20 @@ def test_importing_the_package_loads_no_library():
     assert loaded == {"leank_convert"}
 
 
-def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
-    with pytest.raises(AttributeError, match="no attribute `compress`"):
-        leank_convert.compress  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "options", "message"),
     [
         ("load_recipe", ["quickstart", [5]], {}, r"`overrides` is \[5\], not a list"),
         ("load_recipe", ["quickstart", ["stage1.steps=0", "stage2.steps=0"]], {}, "nothing would tell"),
-        ("load_recipe", [5], {}, "recipe `5` is neither a file nor a packaged recipe"),
         ("load_mask", [LONG], {}, "cannot be a path: File name too long"),
         ("export_checkpoint", [LONG, None, "out"], {}, "cannot be a path: File name too long"),
         ("export_checkpoint", ["testbed", None, "out"], {"pruning_ratio": "x"}, "is 'x', not a number"),
         ("export_checkpoint", ["testbed", None, "a\0"], {}, "is no path: it holds a NUL character"),
         ("export_checkpoint", ["testbed", None, "out"], {"config_overrides": 5}, "is 5, not a mapping"),
         ("export_checkpoint", ["testbed", None, "out"], {"overwrite": "no"}, "'no', neither true nor false"),
+        ("train_mask", ["testbed", "out"], {"resume": "no"}, "'no', neither true nor false"),
+        ("train_mask", ["testbed", 5], {}, "5 cannot be a path"),
+        ("export_onnx", ["testbed", None, "out"], {"dtype": "bfloat16"}, "not one of float32, float16"),
     ],
 )
 def test_what_a_caller_does_wrong_is_one_error(name, arguments, options, message, tmp_path, monkeypatch):
@@ -58,3 +55,9 @@ def test_what_a_caller_does_wrong_is_one_error(name, arguments, options, message
     with pytest.raises(LeanKError, match=message):
         getattr(leank_convert, name)(*arguments, **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_text_of_an_error_is_in_pythons_words():
+    error = LeanKError("`--seed` is -1", "`--force`, `--set 'b={}'`, `--kv-dtype fp8`, `x --resume`")
+    told = 'hint: `force=True`, `overrides=["b={}"]`, `kv_dtype="fp8"`, `x --resume`'
+    assert str(error) == f"`seed` is -1\n{told}"

@@ -197,4 +197,4 @@ def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoi
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
     with pytest.raises(LeanKError, match=message) as caught:
         push_to_hub(checkpoint, "me/model") if uploads else resolve_model("me/model")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in caught.value.message

@@ -81,8 +81,8 @@ def problems_of(path, overrides=(), **flags):
 )  # fmt: skip
 def test_what_is_no_recipe_is_refused_in_a_sentence(write, text, problem):
     error = problems_of(write(text))
-    assert str(error).startswith("recipe `x.yaml`: ") and problem in str(error)
-    assert error.exit_code == 2 and len(str(error)) < 600 and "\n" not in str(error)
+    assert error.message.startswith("recipe `x.yaml`: ") and problem in error.message
+    assert error.exit_code == 2 and len(error.message) < 600 and "\n" not in error.message
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_unknown_key_is_named_with_a_suggestion_from_beside_it_or_from_anywhere(
     write, text, unknown, suggestion
 ):
     error = problems_of(write(text))
-    assert str(error) == f"recipe `x.yaml`: unknown key `{unknown}`"
+    assert error.message == f"recipe `x.yaml`: unknown key `{unknown}`"
     assert error.hint == (f"did you mean `{suggestion}`?" if suggestion else None)
 
 
@@ -144,7 +144,7 @@ def test_of_very_many_problems_the_first_are_told(write):
 )
 def test_an_error_names_the_change_that_made_the_judged_value(write, overrides, origin):
     error = problems_of(write("seed: 1"), overrides)
-    assert len(error.problems) == 1 and str(error).endswith(f"(from `--set {origin}`)")
+    assert len(error.problems) == 1 and error.message.endswith(f"(from `--set {origin}`)")
 
 
 NUMBERS = [
@@ -204,7 +204,7 @@ def test_defaults_yield_to_the_file_then_to_overrides_then_to_flags_and_the_last
         "# --set seed=3",
     ]
     error = problems_of(path, ["windows.flush_size=4"], flags={"windows.flush_size": 0})
-    assert str(error).endswith("greater than or equal to 1 (from `--flush-size`)")
+    assert error.message.endswith("greater than or equal to 1 (from `--flush-size`)")
 
 
 def test_override_value_is_yaml(write):

@@ -11,6 +11,7 @@ from leank_convert.vllm.capacity import count_dense, count_pruned
 from leank_convert.vllm.pages import ModelPages, deal_heads, numbers_of, view_layer
 
 LLAMA, QWEN = "llama-3.1-8b-instruct", "qwen2.5-7b-instruct"
+CODER = "qwen2.5-coder-1.5b-instruct-70"
 
 
 def pages_of(name, num_ranks=1, num_stages=1, kept_values=None):
@@ -105,6 +106,12 @@ def test_stages_of_a_pipeline_agree_on_pages():
     stages = pages_of(LLAMA, num_stages=2)
     own = [stages.layout(0, stage).numbers for stage in stages.stages]
     assert stages.numbers == (max(numbers.kept for numbers in own), max(numbers.window for numbers in own))
+
+
+def test_blocks_are_those_that_vllm_had_on_one_gpu_and_two():
+    seen = {(1, 1): 3495, (2, 1): 6838, (1, 2): 5538}  # of 3 GiB a GPU, by ranks and stages
+    pages = {key: pages_of(CODER, *key) for key in seen}
+    assert {key: (3 << 30) // (2 * own.numbers_per_page(64)) for key, own in pages.items()} == seen
 
 
 @pytest.mark.parametrize(("block_size", "expected"), [(16, 16), (32, 32), (64, 64)])

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,19 @@ def test_help_imports_no_heavy_library(arguments):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Usage:" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+    assert all(len(line) <= 80 and not re.match("  .*\\.\\.\\.$", line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["recipes", "recipes --keys", "masks", "inspect testbed", "inspect OUT", "verify OUT", "analyze OUT"],
+)
+def test_tables_fit_a_terminal_without_breaking_words(arguments, exported, monkeypatch):
+    asked = arguments.replace("OUT", str(exported)).split()
+    shown = done(*asked)
+    assert all(len(line) <= 80 for line in shown.splitlines() if "/" not in line)
+    monkeypatch.setattr("leank_convert.tables.WIDTH", 10_000)
+    assert done(*asked).split() == shown.split()
 
 
 def test_a_terminal_is_told_that_a_slow_command_loads():

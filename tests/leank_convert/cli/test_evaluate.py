@@ -151,7 +151,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_prompt_is_drawn(writer, op
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 0}, "`--num-samples` is 0, and at least 1 is needed"),
+        ({"num_samples": 0}, "`num_samples` is 0, not a whole number from 1"),
         ({"also": ["windows"]}, "`windows`: no variant to compare with"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(LeanKError, match=message) as caught:
         read(tmp_path / name)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in caught.value.message
     assert remedy is None or re.search(remedy, caught.value.hint)
     assert capfd.readouterr() == ("", "")
 

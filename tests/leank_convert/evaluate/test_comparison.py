@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 
 import pytest
 from PIL import Image
@@ -100,9 +101,13 @@ def test_several_lengths_are_told_apart_and_added_up():
 
 def test_every_variants_bytes_stand_beside_its_score():
     used = {"dense": UsedBytes(2000, 2000), "pruned": UsedBytes(1220, 1220), "quest-16": UsedBytes(2120, 600)}
-    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, "quest-16": 0.25})]
+    used["leank+int4+hadamard"] = UsedBytes(700, 700)
+    parts = [Outcome("retrieval", 64, 9, dict(zip(used, (1.0, 0.5, 0.25, 0.75), strict=True)))]
     result = comparison(parts, variants=tuple(used), cache=CacheBytes(20, 1000, 320, 1000, 900), used=used)
-    lines = [line.split() for line in render_comparison(result).splitlines()]
+    text = render_comparison(result)
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"\nexact match +leank\+int4\+hadamard\nretrieval +75.00%\n", text)  # below the rest
+    lines = [line.split() for line in text.splitlines()]
     assert ["quest-16", "25.00%", "106", "106.0%", "30.0%"] in lines
     assert result.to_dict()["used_bytes"]["quest-16"] == {"held": 2120, "read": 600}
 

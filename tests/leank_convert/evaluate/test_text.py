@@ -114,9 +114,7 @@ def test_a_text_within_the_windows_proves_nothing_and_is_refused(evaluated):
 
 @pytest.mark.parametrize("prefix_tokens", [0, NUM_TOKENS - 1])
 def test_a_prefix_that_leaves_nothing_to_feed_is_refused(evaluated, prefix_tokens):
-    with pytest.raises(
-        LeanKError, match=f"has {NUM_TOKENS} tokens and `--prefix-tokens` is {prefix_tokens}:"
-    ):
+    with pytest.raises(LeanKError, match=f"has {NUM_TOKENS} tokens and `prefix_tokens` is {prefix_tokens}:"):
         compare(evaluated, Masked("pruned"), prefix_tokens=prefix_tokens)
     with pytest.raises(LeanKError, match="the text has 0 tokens") as caught:
         compare_text(evaluated, "", [Masked("pruned")], prefix_tokens=1)

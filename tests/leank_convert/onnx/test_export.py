@@ -192,7 +192,7 @@ def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
 
 def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(checkpoint, mask_file, tmp_path):
     before = sorted(checkpoint.iterdir())
-    own = "already is a LeanK checkpoint, with a mask and windows of its own\nhint: leave out --mask"
+    own = "already is a LeanK checkpoint, with a mask and windows of its own\nhint: leave out `--mask`"
     for options, out, message in (
         (["--mask", mask_file], tmp_path / "out", own),
         (["--sink-size", "0"], tmp_path / "out", own),

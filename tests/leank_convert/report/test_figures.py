@@ -40,16 +40,6 @@ def test_heat_maps_show_channels_and_widths_of_every_head():
     assert [text.get_text() for text in axes.texts] == [str(width) for width in widths.flatten().tolist()]
 
 
-def test_bars_by_layer_have_the_first_layer_on_top():
-    mask = torch.tensor([[[1, 1], [0, 1]], [[0, 0], [0, 0]]], dtype=torch.bool)
-    axes = drawn(figures.draw_kept_by_layer, mask)
-    assert [bar.get_width() for bar in axes.patches] == [75, 0]
-    bottom, top = axes.get_ylim()
-    assert bottom > top
-    axes = drawn(figures.draw_empty_by_layer, analyze_mask(ChannelMask(mask)))
-    assert [bar.get_width() for bar in axes.patches] == [0, 2]
-
-
 def test_pairs_join_the_two_channels_that_turn_together():
     mask = torch.zeros(2, 2, 4, dtype=torch.bool)
     mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
@@ -91,18 +81,6 @@ def test_bars_of_bytes_are_what_is_kept_and_what_is_saved():
     assert kept == [cache.key_pruned, cache.value_pruned, cache.key_pruned + cache.value_pruned]
     whole = [a + b for a, b in zip(kept, saved, strict=True)]
     assert whole == [cache.key_dense, cache.value_dense, 2 * cache.key_dense]
-
-
-def test_ratios_are_drawn_by_head_and_against_width():
-    ratios = torch.tensor([[0.25, 0.5], [0.75, 1.5]])
-    axes = drawn(figures.draw_ratio_by_head, ratios)
-    assert cells(axes) == ratios.tolist()
-    assert axes.images[0].get_clim() == (0, 1.5)
-    axes = drawn(figures.draw_ratio_by_width, ratios, torch.tensor([[0, 16], [0, 32]]))
-    empty, kept = (points.get_offsets().tolist() for points in axes.collections)
-    assert empty == [[0.25, 0], [0.75, 0]]
-    assert kept == [[0.5, 16], [1.5, 32]]
-    assert [line.get_xdata()[0] for line in axes.lines] == [0.5, 1.0]
 
 
 def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_stretch():

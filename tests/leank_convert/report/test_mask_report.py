@@ -114,6 +114,8 @@ def facts_of(page):
 
 def test_page_needs_nothing_beside_it_and_its_figures_take_its_colour(full_page):
     page = Page(full_page)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in full_page
+    assert re.search(r"44rem\) \{\s+dl \{ grid.*: 1fr.*\s+figure \{ overflow-x: auto;", full_page)
     assert "script" not in page.tags
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
     assert re.findall(r"url\((?!#)|@import", full_page) == []
@@ -149,6 +151,8 @@ def test_top_of_the_page_tells_the_facts(full_page):
         "made by": "leank",
         "seed": "3",
         "versions": "torch 2.0",
+        "next step": "`leank-convert evaluate OUT` compares answers with dense ones; of a mask alone, first "
+        "`leank-convert export Llama <3> -o OUT`",
     }
     assert page.texts[-1] == "seed: 3 # <b>&"  # the recipe
 

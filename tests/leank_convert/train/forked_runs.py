@@ -77,7 +77,7 @@ def run_child(job, rank):
         )
         sys.stdout.write(f"masks {len(masks)}\n")
     except LeanKError as error:
-        sys.stdout.write(f"told: {error}\nhint: {error.hint}\n")
+        sys.stdout.write(f"told: {error.message}\nhint: {error.hint}\n")
         return error.exit_code
     except SystemExit as ended:
         return ended.code

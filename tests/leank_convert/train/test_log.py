@@ -177,7 +177,7 @@ def test_wandb_that_does_not_start_is_told_with_the_ways_out_and_ends_what_has_b
         raise RuntimeError("api_key not configured (no-tty)\nmore")
 
     monkeypatch.setattr(wandb, "init", init)
-    with pytest.raises(LeanKError, match=r"W&B cannot be started: api_key not .*no-tty\)$") as caught:
+    with pytest.raises(LeanKError, match=r"W&B cannot be started: api_key not .*no-tty\)") as caught:
         write(record(1), trackers=("tensorboard", "wandb"))
     for way_out in ("`wandb login`", "`WANDB_MODE=offline`", "drop `wandb`"):
         assert way_out in caught.value.hint

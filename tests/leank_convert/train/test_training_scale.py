@@ -84,15 +84,17 @@ def test_a_context_is_gone_before_the_next_one_is_run(train_one, short_recipe, t
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_layers_on_two_devices_train_the_same_mask(train_one, short_recipe, tmp_path, monkeypatch):
-    def load_spread(*given):
-        loaded = load_model(*given)
+    recipe = short_recipe(batch_size=2)
+
+    def load_spread(files, _, device):
+        loaded = load_model(files, recipe, device)
         places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
         places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
         return replace(loaded, model=accelerate.dispatch_model(loaded.model, device_map=places))
 
-    recipe = short_recipe(batch_size=2)
-    for name in ("a", "b"):
-        train_one(recipe, tmp_path / name, device="cuda")
+    spread = short_recipe(batch_size=2, model={"device_map": "auto"})  # which captures no graphs
+    for name, given in (("a", recipe), ("b", spread)):
+        train_one(given, tmp_path / name, device="cuda")
         monkeypatch.setattr(loop, "load_model", load_spread)
     one, other = (load_state(TrainingDirectory(tmp_path / name).state) for name in "ab")
     torch.testing.assert_close(one.scaling_factors, other.scaling_factors, rtol=1e-3, atol=1e-4)
