@@ -23,14 +23,11 @@ from .kernel_leank import (
     KernelShape,
     begin_softmax,
     drop_pruned,
-    drops_values,
     find_limits,
     find_masks,
-    has_values,
     hide_tokens,
     in_order,
     is_unseen,
-    keeps_values,
     kernel_fp8,
     load_query,
     pool_types,
@@ -38,7 +35,6 @@ from .kernel_leank import (
     sinks_type,
     softmax_tile,
     store_segment,
-    weighs_apart,
     write_whole_weights,
 )
 from .kernel_line_leank import (
@@ -63,11 +59,15 @@ from .kernel_line_leank import (
     WINDOW_PAGE,
     WINDOW_PLACE,
     WINDOW_ROW,
+    drops_values,
     find_pages,
     find_segments,
+    has_values,
+    keeps_values,
     locate_segment,
     locate_tile,
     stretch_bounds,
+    weighs_apart,
 )
 
 # The greatest score of every query, of all warps: one barrier, where TileLang's reduction takes four. It is

@@ -35,10 +35,10 @@ from .kernel_line_leank import (
     KEPT,
     LENGTH,
     NUM_KEPT,
-    NUM_VALUES,
     ROW,
     TILE,
     TOKEN,
+    drops_values,
 )
 from .parts_leank import carries, load_part
 
@@ -210,26 +210,6 @@ def hide_tokens(parallel: Any, scores: Any, tile: Any, seg: Any, limits: Any, si
             scores[i, j],
             NEG,
         )
-
-
-def keeps_values(seg: Any, chunk: int, num_values: int) -> Any:
-    """Return whether pruned tokens have this one of a head's `num_values` chunks of V."""
-    return seg[NUM_KEPT] > 0 if num_values == 1 else chunk < seg[NUM_VALUES]
-
-
-def drops_values(seg: Any, chunk: int, num_values: int) -> Any:
-    """Return whether only whole tokens have a chunk of V."""
-    return seg[NUM_KEPT] == 0 if num_values == 1 else chunk >= seg[NUM_VALUES]
-
-
-def has_values(seg: Any, chunk: int, num_values: int, is_whole: Any) -> Any:
-    """Return whether a tile has a chunk of V: a whole one has all, and V in one chunk is in every tile."""
-    return True if num_values == 1 else keeps_values(seg, chunk, num_values) | is_whole
-
-
-def weighs_apart(seg: Any, masks: Any, num_values: int) -> Any:
-    """Return whether a tile's dropped chunks of V take other weights: some of its tokens are not whole."""
-    return False if num_values == 1 else (masks[0] != 0) & (seg[NUM_VALUES] < num_values)
 
 
 def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any, chunk: int, num_values: int) -> Any:

@@ -176,6 +176,26 @@ def locate_tile(tile: Any, seg: Any, index: Any, sink_size: Any) -> None:
         ) * TILE
 
 
+def keeps_values(seg: Any, chunk: int, num_values: int) -> Any:
+    """Return whether pruned tokens have this one of a head's `num_values` chunks of V."""
+    return seg[NUM_KEPT] > 0 if num_values == 1 else chunk < seg[NUM_VALUES]
+
+
+def drops_values(seg: Any, chunk: int, num_values: int) -> Any:
+    """Return whether only whole tokens have a chunk of V."""
+    return seg[NUM_KEPT] == 0 if num_values == 1 else chunk >= seg[NUM_VALUES]
+
+
+def has_values(seg: Any, chunk: int, num_values: int, is_whole: Any) -> Any:
+    """Return whether a tile has a chunk of V: a whole one has all, and V in one chunk is in every tile."""
+    return True if num_values == 1 else keeps_values(seg, chunk, num_values) | is_whole
+
+
+def weighs_apart(seg: Any, masks: Any, num_values: int) -> Any:
+    """Return whether a tile's dropped chunks of V take other weights: some of its tokens are not whole."""
+    return False if num_values == 1 else (masks[0] != 0) & (seg[NUM_VALUES] < num_values)
+
+
 def reads_window(tile: Any, seg: Any, num_values: int) -> Any:
     """Return whether a tile reads chunks of the window."""
     of_keys = tile[CHUNKS] > seg[NUM_KEPT]

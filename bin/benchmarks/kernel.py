@@ -190,8 +190,8 @@ class _Bench:
         kept_values = side.value_widths[layer]
         regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes, kept_values)
         filled, mask = FilledLayer(model, layer, *states), side.channel_masks[layer].to(query.device)
-        cut = side.windows.sink_size, pruned, kept_values
-        truth = attend_exactly(query, *filled.as_stored(keys, values), mask, *cut)
+        stored, sink_size = filled.as_stored(keys, values), side.windows.sink_size
+        truth = attend_exactly(query, *stored, mask, sink_size, pruned, kept_values)
 
         def prepare() -> Attend:
             return FilledLayer(model, layer, *states).attend

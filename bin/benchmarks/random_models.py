@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +91,7 @@ class Setup:
         ]
 
     @property
-    def value_widths(self) -> list[list[int] | None]:
+    def value_widths(self) -> Sequence[list[int] | None]:
         """Kept channels of V of every layer's heads, none, half or all, in checkpoint order; None for all."""
         if self.values is None:
             return [None] * len(self.layout.widths)
