@@ -109,14 +109,9 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
             hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
         )
-    if leank.get("value_widths") is not None:
-        raise LeanKError(
-            f"`{checkpoint}` prunes V; a graph's hosts keep V of pruned tokens whole",
-            hint="make the graph of the model itself, with a mask of K alone",
-        )
+    refuse_pruned_values(leank.get("value_widths") is not None, str(checkpoint))
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
-    refuse_pruned_values(settings.value_widths is not None, str(checkpoint))
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,
