@@ -39,7 +39,7 @@ REFUSED = {
     f"{EXPORT} --mask m.npy": "exclude each other",
     f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: this export reads",
     f"{EXPORT} --force --key-mean": "--force goes with --kv-dtype, whose cache is tried",
-    f"{EXPORT} --device cpu": "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio, which measure there",
+    f"{EXPORT} --device cpu": "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio",
     "recipes quickstart --keys": "`--keys` goes without a recipe's name",
     f"{EXPORT} --private": "--private goes with --push-to-hub",
     f"{EXPORT} --base-model /a/b": "base model '/a/b' is not a valid name",
