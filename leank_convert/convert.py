@@ -136,6 +136,7 @@ def export_model(
     export = resolve_export(ExportRequest(model, mask, user_path(out), **options))
     choice = export.choice
     wanted = export.named_mask
+    value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
     if value_pruning_ratio is not None:
         _check_value_ratio(export, value_pruning_ratio)
     overrides = options.get("overrides", ())

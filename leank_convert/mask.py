@@ -116,6 +116,8 @@ class ChannelMask:
 
     def holds(self, other: ChannelMask) -> bool:
         """Whether it stores as the other does, but for a mean of keys or a pruned V that the other lacks."""
+        if not self.channel_mask.equal(other.channel_mask):
+            return False
         if other.key_mean is None:
             other = replace(other, key_mean=self.key_mean)
         if other.value_widths is None:

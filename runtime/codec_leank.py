@@ -80,7 +80,7 @@ class Int4(Codec):
         Args:
             dtype: Of keys and values.
             counts: Rows of every head: its chunks.
-            size: Numbers of a row; where heads have several, a power of two up to 32, or a multiple of 32.
+            size: Numbers of a row.
             device: Where the pool is.
         """
         super().__init__(dtype)

@@ -70,7 +70,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.store: ChunkStore | None = None
         self.kernels: DecodeKernels | None = None
 
-    def set_channel_mask(self, channel_mask: torch.Tensor) -> None:
+    def set_channel_mask(self, channel_mask: torch.Tensor, *, prune_values: bool = True) -> None:
         """Replace the kept channels, for this cache only, before its prompt is split.
 
         The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
@@ -80,6 +80,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
                 a head keeps may differ between rows, how many may not.
+            prune_values: Whether V that the model prunes stays pruned; of heads that the model keeps no
+                channel of, V is whole.
 
         Raises:
             ValueError: If the prompt is split already, or the mask does not fit.
@@ -110,8 +112,12 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         self.channel_mask = mask
         kept, values = tuple(widths[0].tolist()), self._model_layout.value_widths
-        if values is not None:  # V that the model prunes stays pruned
-            values = tuple(width if own else 0 for width, own in zip(values, kept, strict=True))
+        if values is not None:
+            head_dim, model_widths = self.layout.head_dim, self._model_layout.widths
+            values = tuple(
+                (width if own and prune_values else head_dim) if new else 0
+                for width, own, new in zip(values, model_widths, kept, strict=True)
+            )
         self.layout = replace(self._model_layout, widths=kept, value_widths=values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

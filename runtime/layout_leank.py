@@ -236,9 +236,12 @@ def choose_value_chunk(value_widths: Sequence[Sequence[int]] | None, head_dim: i
     """
     if value_widths is None:
         return head_dim
-    return math.gcd(head_dim // 2, *(width for layer in value_widths for width in layer))
+    size = math.gcd(head_dim, *(width for layer in value_widths for width in layer))
+    return size if size < head_dim else head_dim // 2
 
 
 def choose_value_multiple(head_dim: int) -> int:
     """Choose what kept channels of V are a multiple of, so that chunks are as large as kernels want them."""
-    return 32 if head_dim >= 64 and head_dim % 32 == 0 else max(1, head_dim // 4)
+    if head_dim >= 64 and head_dim % 32 == 0:
+        return 32
+    return math.gcd(head_dim, max(1, head_dim // 4))

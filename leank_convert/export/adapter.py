@@ -32,7 +32,7 @@ from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.plan import TensorEdit, bases_by_layer, plan_edit
 from leank_convert.export.stock_tensors import list_stock_tensors
-from leank_convert.files import read_json, sync_path, user_path, write_atomically
+from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
 from leank_convert.leank_block import VALUE_WIDTHS_KEY, read_block
@@ -72,7 +72,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
     settings, header = check_adapter(adapter, out)
-    basis = load_mask(origin / MASK_FILE_NAME).value_basis if VALUE_WIDTHS_KEY in leank else None
+    basis = _load_basis(origin, leank) if VALUE_WIDTHS_KEY in leank else None
     edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     made_for = {"head_permutation": leank["head_permutation"]}
     if basis is not None:  # which is in that file
@@ -154,6 +154,18 @@ def _plan(
     return edits
 
 
+def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
+    """The basis of V that is folded into a checkpoint's weights."""
+    path = checkpoint / MASK_FILE_NAME
+    basis = load_mask(path).value_basis
+    if basis is None or sha256_of(path) != leank["files"].get(MASK_FILE_NAME):
+        raise LeanKError(
+            f"`{path}` is not the mask of this checkpoint, whose basis of V is in its weights",
+            hint="copy or export the checkpoint again",
+        )
+    return basis
+
+
 def _plan_part(
     tensor: TensorInfo,
     module: str,
@@ -175,9 +187,11 @@ def _plan_part(
             f"{list(shapes[weight])}: the adapter is another model's"
         )
     if part in _WHOLE:
-        return plan_edit(f"{module}.{part.removeprefix('base_layer.')}", tensor.shape, facts, orders, bases)
-    edit = plan_edit(weight, shapes[weight], facts, orders, bases)
-    if edit is None or edit.dim != dim:
+        name, shape = f"{module}.{part.removeprefix('base_layer.')}", tensor.shape
+    else:
+        name, shape = weight, shapes[weight]
+    edit = plan_edit(name, shape, facts, orders, bases)
+    if edit is None or (part not in _WHOLE and edit.dim != dim):
         return None
     if edit.bases is not None and "magnitude" in part:
         raise LeanKError(

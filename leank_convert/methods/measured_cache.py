@@ -51,17 +51,17 @@ class MeasuredCache:
         assert self.statistics is not None
         known = mask.provenance
         if known is not None:
-            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None)
+            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None, evaluation=None)
         return replace(mask, key_mean=self.statistics.mean, provenance=known)
 
     def prune_values(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
         """The mask, which has provenance, with V pruned by the measured basis.
 
-        What held-out samples said of a mask that leaves V as it is holds no longer.
+        What an evaluation said of a mask that leaves V as it is holds no longer.
         """
         assert self.values is not None and mask.provenance is not None
         return self.values.prune(
-            replace(mask, provenance=replace(mask.provenance, held_out=None)), pruning_ratio
+            replace(mask, provenance=replace(mask.provenance, held_out=None, evaluation=None)), pruning_ratio
         )
 
     def scales(self, mask: ChannelMask) -> KVScales:

@@ -27,17 +27,11 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
     if (in_rank_order := getattr(model, "with_ordered_heads", None)) is None:
         return adapter
     folder = get_adapter_absolute_path(request.lora_path)
-    if not fits_heads(folder, model.config.leank["head_permutation"]):
+    if not fits_heads(folder, model.config.leank):
         raise ValueError(
-            f"adapter `{request.lora_path}`: KV heads are in another order than in the model that it was "
-            "made for; convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and "
-            "serve NEW"
-        )
-    of_values = any(name.endswith(("v_proj", "o_proj")) for name in adapter.loras)
-    if of_values and model.config.leank.get("value_widths") is not None:
-        raise ValueError(
-            f"adapter `{request.lora_path}` changes V or what becomes of it, and this checkpoint has V in "
-            "other directions, to prune it; merge the adapter into the original model, then convert that"
+            f"adapter `{request.lora_path}`: KV heads are in another order, or V in another basis, than in "
+            "the model that it was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "
+            "CHECKPOINT -o NEW`, and serve NEW"
         )
     # By its class's name vLLM knows in which order GPT-OSS has the rows of its experts.
     if model.config.model_type == "leank_gpt_oss" and any(".experts" in name for name in adapter.loras):
