@@ -34,6 +34,9 @@ DIGESTS_NAME = "leank_digests.json"
 # A training run, in the folder that becomes or became its checkpoint.
 TRAINING_FOLDER = "leank"
 
+# Of weights that are not quantized, as safetensors names them.
+FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+
 # Small files that travel with a model's weights: all that a tokenizer may need, and the licence.
 COMPANION_PATTERNS = (
     "tokenizer*",

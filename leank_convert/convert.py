@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from leank_convert.device import choose_device, is_first_process
+from leank_convert.errors import LeanKError
 from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
 from leank_convert.export import check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
-from leank_convert.export.request import ExportRequest, MaskLike, resolve_export
+from leank_convert.export.request import Export, ExportRequest, MaskLike, resolve_export
+from leank_convert.fields import Fields
 from leank_convert.files import user_path
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
@@ -24,6 +26,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
+from leank_convert.value_weights import check_foldable
 
 
 def convert_model(
@@ -80,7 +83,8 @@ def convert_model(
         # Once, as it is the model's, whatever the mask.
         measured = None
         if kv_dtype is not None and any(_has_to_measure(mask, kv_dtype) for mask in masks.values()):
-            measured = measure_cache(model, recipe, device=device)
+            basis = next(iter(masks.values())).value_basis
+            measured = measure_cache(model, recipe, device=device, value_basis=basis)
         return [
             export_checkpoint(
                 model,
@@ -103,42 +107,72 @@ def export_model(
     out: str | Path,
     *,
     kv_dtype: str | None = None,
+    key_mean: bool = True,
+    value_pruning_ratio: float | None = None,
     device: str | torch.device | None = None,
     force: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a checkpoint whose keys are centred, or whose cache has a dtype of its own.
+    """Write a checkpoint whose keys are centred, whose V is pruned, or whose cache has a dtype of its own.
 
-    What the mask lacks for it, the mean of keys, is measured on the recipe's data, and so are scales. A cache
-    of a dtype of its own is tried before the checkpoint is there.
+    What the mask lacks for it, the mean of keys and the basis of V, is measured on the recipe's data, and so
+    are scales. A cache of a dtype of its own is tried before the checkpoint is there.
 
     Args:
         model: A local folder, a hub id, or `testbed`.
         mask: As for `export_checkpoint`.
         out: The folder to write.
         kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
+        key_mean: Whether to centre keys; a cache of a dtype of its own does.
+        value_pruning_ratio: Fraction of V's channels that pruned tokens lose; None: as the mask says.
         device: Where it is measured and tried. Default: CUDA if there is any, else the CPU.
         force: Write it whatever the trial says.
         options: As for `export_checkpoint`.
 
     Raises:
-        LeanKError: As `export_checkpoint` and `measure_cache`; if a cache of this dtype loses answers.
+        LeanKError: As `export_checkpoint` and `measure_cache`; if the mask prunes V already, and is to prune
+            it by a ratio; if a cache of this dtype loses answers.
     """
     export = resolve_export(ExportRequest(model, mask, user_path(out), **options))
     choice = export.choice
+    wanted = export.named_mask
+    value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
+    if value_pruning_ratio is not None:
+        _check_value_ratio(export, value_pruning_ratio)
     overrides = options.get("overrides", ())
     recipe = choose_recipe(options.get("recipe"), model, run=out, overrides=overrides, device=device)
     # Keys are measured as the checkpoint will turn them, whoever says so.
     section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
     recipe = recipe.model_copy(update={"model": section})
-    measured = measure_cache(model, recipe, device=device) if _has_to_measure(choice.mask, kv_dtype) else None
-    centred = choice.mask if measured is None else measured.centre(choice.mask)
+    centres = key_mean or kv_dtype is not None
+    keys = centres and _has_to_measure(wanted, kv_dtype)
+    if keys or value_pruning_ratio is not None:
+        windows = None if value_pruning_ratio is None else choice.windows
+        measured = measure_cache(
+            model, recipe, device=device, keys=keys, value_basis=wanted.value_basis, value_windows=windows
+        )
+        wanted = measured.centre(wanted) if centres else wanted
+        if value_pruning_ratio is not None:
+            wanted = measured.prune_values(wanted, value_pruning_ratio)
     return write_export(
-        replace(export, choice=replace(choice, mask=centred)),
+        replace(export, choice=replace(choice, mask=wanted)),
         kv_dtype=kv_dtype,
-        kv_scales=measured.scales(centred) if measured and kv_dtype == "fp8" else None,
+        kv_scales=measured.scales(wanted) if kv_dtype == "fp8" else None,
         try_cache=_trial(model, recipe, kv_dtype, device, force=force),
     )
+
+
+def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
+    """Refuse a ratio of V that a mask or a model has no use for, before anything is measured."""
+    Fields({"value_pruning_ratio": value_pruning_ratio}, "export").number("value_pruning_ratio", 0, 1)
+    if export.choice.mask.value_basis is not None:
+        raise LeanKError(
+            f"mask `{export.choice.mask_origin}` prunes V already, "
+            f"{export.choice.mask.value_pruning_ratio:.1%} of it, and a ratio of {value_pruning_ratio:g} is "
+            "asked for",
+            hint="leave out `--value-pruning-ratio`, or name a mask of K alone",
+        )
+    check_foldable(export.checkpoint, export.facts)
 
 
 def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from leank_convert.windows import Windows, derive_windows
 
 # The paper's.
 _PRUNING_RATIO = 0.7
+_VALUE_PRUNING_RATIO = 0.5  # of V, in a recipe that prunes it
 _LENGTHS = (8192, 32768, 131072)
 
 WINDOW_SIZES = ("sink_size", "recent_size", "flush_size")
@@ -94,6 +95,12 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
             "key_pruned": pruned,
             "saved": cache.saved,
         },
+        "with_values_pruned": None
+        if facts.architecture.gated
+        else {
+            "value_pruning_ratio": _VALUE_PRUNING_RATIO,
+            "saved": replace(cache, value_pruned=round((1 - _VALUE_PRUNING_RATIO) * part)).saved,
+        },
         "bytes_per_row": {
             str(length): asdict(count_row_bytes(facts, cache, windows, length, element_bytes))
             for length in [length for length in _LENGTHS if length <= positions] or [positions]
@@ -126,6 +133,9 @@ def list_estimate_rows(facts: Mapping[str, Any]) -> list[Row]:
             f"least {cache['saved']:.1%} saved",
         ),
     ]
+    if both := facts["with_values_pruned"]:
+        ratio = both["value_pruning_ratio"]
+        rows.append(("", f"with V at `value_pruning_ratio` {ratio:g}, too: {both['saved']:.1%} saved"))
     for length, row in facts["bytes_per_row"].items():
         dense, pruned = (_write_size(row[side]) for side in ("dense", "pruned"))
         rows.append((f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"))

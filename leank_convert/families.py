@@ -29,6 +29,7 @@ class Architecture:
         rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
         is_text_part: Whether `Text` is in the names of the classes but that with a head.
         interleaved_pairs: Whether rope turns neighbours together, not channels i and i + D/2.
+        gated: Whether attention's output is multiplied by gates before it is projected.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ class Architecture:
     rope_by_kind: bool = False
     is_text_part: bool = False
     interleaved_pairs: bool = False
+    gated: bool = False
 
     @property
     def config_class(self) -> str:
@@ -86,7 +88,14 @@ _ROWS = (
     Architecture("ernie4_5", "Ernie4_5", interleaved_pairs=True),
     Architecture("hy_v3", "HYV3", experts=True),
     Architecture("olmo3", "Olmo3", other_layers=_SLIDING, rope_by_kind=True),
-    Architecture("qwen3_5_text", "Qwen3_5", is_text_part=True, partial_rotary=True, other_layers=_LINEAR),
+    Architecture(
+        "qwen3_5_text",
+        "Qwen3_5",
+        is_text_part=True,
+        partial_rotary=True,
+        other_layers=_LINEAR,
+        gated=True,
+    ),
     Architecture(
         "qwen3_5_moe_text",
         "Qwen3_5Moe",
@@ -94,8 +103,11 @@ _ROWS = (
         partial_rotary=True,
         experts=True,
         other_layers=_LINEAR,
+        gated=True,
     ),
-    Architecture("qwen3_next", "Qwen3Next", partial_rotary=True, experts=True, other_layers=_LINEAR),
+    Architecture(
+        "qwen3_next", "Qwen3Next", partial_rotary=True, experts=True, other_layers=_LINEAR, gated=True
+    ),
     Architecture("gpt_oss", "GptOss", sinks=True, experts=True, other_layers=_SLIDING),
     Architecture("gemma3_text", "Gemma3", is_text_part=True, other_layers=_SLIDING, rope_by_kind=True),
 )

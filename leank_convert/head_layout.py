@@ -59,7 +59,8 @@ class BytesPerToken:
         key_dense: K of a token in the dense model.
         value_dense: V of the same.
         key_pruned: K of a token in the pruned region: each head's kept channels.
-        value_pruned: V of the same: whole, or nothing for a head of width 0.
+        value_pruned: V of the same: each head's kept directions; where V is not pruned whole, or nothing for
+            a head of width 0.
         key_window: K of a token in the sink or the recent window: every channel.
         value_window: V of the same.
     """
@@ -72,13 +73,36 @@ class BytesPerToken:
     value_window: int
 
     @property
+    def removed(self) -> tuple[float, float]:
+        """Fractions of K's and of V's bytes saved in the pruned region."""
+        return 1 - self.key_pruned / self.key_dense, 1 - self.value_pruned / self.value_dense
+
+    @property
     def saved(self) -> float:
         """Fraction of K and V bytes saved in the pruned region."""
         return 1 - (self.key_pruned + self.value_pruned) / (self.key_dense + self.value_dense)
 
 
+def list_value_widths(
+    widths: Sequence[Sequence[int]], head_dim: int, value_widths: Sequence[Sequence[int]] | None
+) -> list[int]:
+    """List how many channels of V a pruned token keeps, head by head, layer by layer.
+
+    Args:
+        widths: Kept channels of K `[layer][head]`.
+        head_dim: D.
+        value_widths: Kept directions of V in the same order; None where V is not pruned.
+    """
+    whole = [[head_dim if width else 0 for width in layer] for layer in widths]
+    return [width for layer in value_widths or whole for width in layer]
+
+
 def count_cache_bytes(
-    widths: Sequence[Sequence[int]], head_dim: int, element_bytes: int, kv_dtype: str | None = None
+    widths: Sequence[Sequence[int]],
+    head_dim: int,
+    element_bytes: int,
+    kv_dtype: str | None = None,
+    value_widths: Sequence[Sequence[int]] | None = None,
 ) -> BytesPerToken:
     """Count the bytes of one token.
 
@@ -87,8 +111,10 @@ def count_cache_bytes(
         head_dim: D.
         element_bytes: Bytes of one number in the dense cache.
         kv_dtype: What the pruned cache is stored in, if it is something else.
+        value_widths: Kept directions of V in the same order; None where V is not pruned.
     """
     heads = [width for layer in widths for width in layer]
+    values = list_value_widths(widths, head_dim, value_widths)
     dense = len(heads) * head_dim * element_bytes
 
     def stored(spans: Sequence[int]) -> int:
@@ -102,9 +128,9 @@ def count_cache_bytes(
         key_dense=dense,
         value_dense=dense,
         key_pruned=stored(heads),
-        value_pruned=stored([head_dim for width in heads if width]),
+        value_pruned=stored(values),
         key_window=stored([*heads, *(head_dim - width for width in heads)]),
-        value_window=stored([head_dim for _ in heads]),
+        value_window=stored([*values, *(head_dim - width for width in values)]),
     )
 
 

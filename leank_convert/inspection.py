@@ -28,10 +28,13 @@ from leank_convert.head_layout import (
     BytesPerToken,
     count_cache_bytes,
     describe_layers,
+    list_value_widths,
+    plan_head_layout,
 )
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import KEY_MEAN_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, MaskProvenance, load_mask
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
+from leank_convert.mask import MASK_FILE_NAME, load_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
 from leank_convert.windows import Windows
@@ -107,7 +110,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
         "path": str(path),
         "model": known.model if known else None,
         "model_type": known.model_type if known else None,
-        **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None),
+        **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None, None, mask.stored_values),
         **_describe_mask_layers(known),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": mask.pruning_ratio,
@@ -123,7 +126,9 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     facts = read_leank_facts(config, path)
     windows = read_block(leank, facts, origin=str(path / CONFIG_NAME)).windows
     mask = load_mask(path / MASK_FILE_NAME)
-    described = _describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"))
+    described = _describe_widths(
+        leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"), leank.get(VALUE_WIDTHS_KEY)
+    )
     if facts.is_mixed:
         sizes = {key: size for key, size in described["bytes_per_token"].items() if key != "saved"}
         described |= {
@@ -189,10 +194,15 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
 
 
 def _describe_widths(
-    widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None, kv_dtype: str | None = None
+    widths: Sequence[Sequence[int]],
+    head_dim: int,
+    dtype: str | None,
+    kv_dtype: str | None = None,
+    value_widths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
-    cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype)
+    cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype, value_widths)
+    values = list_value_widths(widths, head_dim, value_widths)
     heads_per_width = Counter(width for layer in widths for width in layer)
     return {
         "num_hidden_layers": len(widths),
@@ -200,6 +210,8 @@ def _describe_widths(
         "head_dim": head_dim,
         "widths": [list(layer) for layer in widths],
         "heads_per_width": {str(width): heads_per_width[width] for width in sorted(heads_per_width)},
+        "value_widths": None if value_widths is None else [list(layer) for layer in value_widths],
+        "value_pruning_ratio": 1 - sum(values) / (len(values) * head_dim),
         "element_bytes": element_bytes,
         "element_bytes_assumed": dtype not in BYTES_PER_ELEMENT,
         "bytes_per_token": {**asdict(cache), "saved": cache.saved},
@@ -240,8 +252,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     sizes = Windows(*(windows[key] for key in WINDOW_SIZES))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
-    widths = [sorted(layer) for layer in facts["widths"]]
-    num_heads = sum(map(len, widths))
+    layout, values = plan_head_layout(facts["widths"]), facts.get("value_widths")
+    if values is not None:
+        ordered = zip(values, layout.head_permutation, strict=True)
+        values = [[layer[head] for head in order] for layer, order in ordered]
+    num_heads = sum(map(len, layout.widths))
     dense = {"dense": size, **({f"dense_{kv_dtype}": stored} if kv_dtype else {})}
     return {
         "memory_bytes": load.memory,
@@ -252,7 +267,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             side: asdict(count_dense(num_heads, head_dim, width, load.memory, load.tokens))
             for side, width in dense.items()
         },
-        "pruned": asdict(count_pruned(widths, head_dim, stored, sizes, load.memory, load.tokens)),
+        "pruned": asdict(
+            count_pruned(
+                layout.widths, head_dim, stored, sizes, load.memory, load.tokens, value_widths=values
+            )
+        ),
     }
 
 
@@ -310,13 +329,24 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     multiples = "" if multiple is None else f", widths in multiples of {multiple}"
     yield "pruning ratio", ratio + multiples
     yield "heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())
+    if facts["value_widths"] is not None:
+        known, counts = (
+            facts["provenance"] or {},
+            Counter(w for layer in facts["value_widths"] for w in layer),
+        )
+        asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
+        measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
+        ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
+        yield "V pruning ratio", ratio + measured
+        yield "heads per V width", ", ".join(f"{width}: {counts[width]}" for width in sorted(counts))
     named = [f"{key} {value}" for key, value in windows.items()] if windows else ["not known"]
     yield "windows", ", ".join(named)
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
     yield "bytes per number", f"{facts['element_bytes']}{assumed}"
     yield "bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"
     pruned = f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}"
-    yield "", f"{pruned}: {cache['saved']:.1%} saved"
+    key, value = (1 - cache[f"{part}_pruned"] / cache[f"{part}_dense"] for part in ("key", "value"))
+    yield "", f"{pruned}: saved K {key:.1%}, V {value:.1%}, together {cache['saved']:.1%}"
     if facts.get("key_mean"):
         tokens = (facts["provenance"] or {}).get("key_mean_tokens")
         measured = f" over {tokens:,} tokens" if tokens is not None else ""

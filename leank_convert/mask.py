@@ -1,4 +1,4 @@
-"""`ChannelMask`: the kept channels of each KV head's cached key, and their provenance.
+"""`ChannelMask`: the kept channels of each KV head's cached key, and directions of V, and their provenance.
 
 A mask is learned by training or imported. It names heads in the ORIGINAL order of the model; the order within
 a checkpoint is `head_layout`'s.
@@ -6,161 +6,35 @@ a checkpoint is `head_layout`'s.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, SHAPE_KEYS, ModelFacts
+from leank_convert._runtime.layout_leank import choose_value_multiple
+from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import user_path, write_atomically
-from leank_convert.held_out import HeldOut
-from leank_convert.hub import download_file, hide_local_paths, is_hub_id
-from leank_convert.mask_metadata import decode, encode, encode_value
+from leank_convert.head_layout import list_value_widths
+from leank_convert.hub import download_file, is_hub_id
+from leank_convert.mask_metadata import encode_value
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.masks import find_by_model, find_by_name
-from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
-from leank_convert.windows import Windows
 
 MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
 MASK_FILE_NAME = "channel_mask.safetensors"
 
+# By how much products of a basis' directions may differ from 0 and 1.
+ORTHONORMAL = 1e-5
 _PICKLE_SUFFIXES = (".pth", ".pt")
 _SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
-
-_Name = Annotated[str, Field(max_length=1000)]
-_Size = Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
-
-
-def package_versions() -> dict[str, str]:
-    """The versions that a learned mask depends on."""
-    versions = {}
-    for name in ("leank-convert", "torch", "transformers"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            # A source tree on the path, without an installation.
-            versions[name] = "not installed"
-    return versions
-
-
-@dataclass(frozen=True)
-class MaskProvenance:
-    """Where a mask comes from and which model it fits; the header metadata of a mask file.
-
-    Attributes:
-        model: Hub id, or the name of a local folder.
-        model_type: The family.
-        num_hidden_layers: All layers.
-        num_attention_heads: H.
-        num_key_value_heads: H_kv.
-        head_dim: D.
-        rope_parameters: The rope under which the mask holds, as `read_rope_parameters` gives it.
-        method: How the mask was made, such as `leank`, or `imported`.
-        sink_size: First tokens that keep every channel.
-        recent_size: Last tokens that keep every channel.
-        flush_size: Tokens pruned at once.
-        pruning_ratio_asked: Fraction of channels to remove, None for an imported mask.
-        width_multiple: What training rounded widths to, None for an imported mask.
-        recipe: The training recipe, verbatim but for local paths.
-        seed: The training run's seed.
-        versions: Package versions at the time.
-        held_out: How held-out samples were answered when it was made, None if that was not tried.
-        made_by: Who made it, if that was not a run of leank-convert of its user's own.
-        source: Where it was published, under what copyright and licence.
-        layers: Numbers of the layers that the mask is of, L of them; None if it is of all.
-        evaluation: How it was evaluated beyond `held_out`, and by whom.
-        key_mean_tokens: How many tokens the mean of keys was measured on; None without one, or if not known.
-    """
-
-    model: _Name
-    model_type: _Name
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-    num_attention_heads: _Size
-    num_key_value_heads: _Size
-    head_dim: _Size
-    rope_parameters: Mapping[str, Any]
-    method: _Name
-    sink_size: int
-    recent_size: int
-    flush_size: int
-    pruning_ratio_asked: Annotated[float, Field(ge=0, le=1)] | None = None
-    width_multiple: _Size | None = None
-    recipe: str | None = None
-    seed: Annotated[int, Field(ge=0, le=2**64)] | None = None
-    versions: Mapping[_Name, _Name] = field(default_factory=package_versions)
-    held_out: HeldOut | None = None
-    made_by: _Name | None = None
-    source: _Name | None = None
-    evaluation: _Name | None = None
-    layers: Sequence[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = None
-    key_mean_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
-
-    @classmethod
-    def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
-        """Fill the model's fields from its name, as `model_name` gives it, and its facts."""
-        return cls(
-            model=model,
-            model_type=facts.model_type,
-            rope_parameters=facts.rope_parameters,
-            **{key: getattr(facts, key) for key in SHAPE_KEYS},
-            layers=list(facts.layers) if facts.is_mixed else None,
-            **rest,
-        )
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str]) -> MaskProvenance:
-        """Read the header metadata of a mask file, which may come from others.
-
-        Raises:
-            LeanKError: If an entry is missing, or is not of the type or within the bounds that it has to be.
-        """
-        known = decode(cls, metadata)
-        Windows(known.sink_size, known.recent_size, known.flush_size)
-        check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
-        if known.num_attention_heads % known.num_key_value_heads:
-            raise LeanKError(
-                f"header metadata `num_attention_heads` is {known.num_attention_heads}, not a multiple of "
-                f"{known.num_key_value_heads} KV heads"
-            )
-        layers = known.numbers_of_layers
-        if sorted(set(layers)) != layers or layers[-1:] >= [known.num_hidden_layers]:
-            raise LeanKError(
-                f"header metadata `layers` is {cut(layers)}, not the ascending numbers of some of "
-                f"{known.num_hidden_layers} layers"
-            )
-        return known
-
-    def to_metadata(self) -> dict[str, str]:
-        """The header metadata of a mask file, as `from_metadata` reads it; the recipe without local paths."""
-        return encode(self if self.recipe is None else replace(self, recipe=hide_local_paths(self.recipe)))
-
-    @property
-    def numbers_of_layers(self) -> list[int]:
-        """The layers that the mask is of."""
-        return list(range(self.num_hidden_layers) if self.layers is None else self.layers)
-
-    @property
-    def maker(self) -> str:
-        """Who made it, in a few words."""
-        return self.made_by or f"leank-convert ({self.method})"
-
-    @property
-    def evaluated(self) -> str:
-        """How it was evaluated, in a few words."""
-        if self.evaluation is not None or self.held_out is None:
-            return self.evaluation or "not yet"
-        return self.held_out.shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,12 +47,18 @@ class ChannelMask:
         provenance: None for an imported mask.
         key_mean: Float16 [L, H_kv, D]: what comes off every cached key before it is stored, the mean of keys
             after RoPE, so that a channel that is removed counts as its mean; None for nothing.
+        value_basis: Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those that
+            weigh most in attention's output first; None where V is not pruned.
+        value_widths: Int32 [L, H_kv]: how many directions, the first ones, are kept of a pruned token's V;
+            there with `value_basis`, and only with it.
     """
 
     channel_mask: Tensor
     scaling_factors: Tensor | None = None
     provenance: MaskProvenance | None = None
     key_mean: Tensor | None = None
+    value_basis: Tensor | None = None
+    value_widths: Tensor | None = None
 
     def __post_init__(self) -> None:
         mask = self.channel_mask
@@ -188,13 +68,20 @@ class ChannelMask:
             )
         _check_numbers("scaling_factors", self.scaling_factors, torch.float32, mask)
         _check_numbers("key_mean", self.key_mean, torch.float16, mask)
+        if (self.value_basis is None) != (self.value_widths is None):
+            missing = "value_basis" if self.value_basis is None else "value_widths"
+            raise LeanKError(f"`{missing}` is missing: V is pruned by `value_basis` and `value_widths`")
+        if self.value_basis is not None and self.value_widths is not None:
+            _check_value_basis(self.value_basis, mask)
+            _check_value_widths(self.value_widths, mask)
 
     def __repr__(self) -> str:
         """Say shape, ratio and origin; tensors are no use in a line."""
         shape = " x ".join(map(str, self.channel_mask.shape))
         known = self.provenance
         origin = "imported" if known is None else f"{known.method}, {known.model}"
-        return f"ChannelMask([{shape}], {self.pruning_ratio:.1%} removed, {origin})"
+        values = "" if self.value_widths is None else f", {self.value_pruning_ratio:.1%} of V"
+        return f"ChannelMask([{shape}], {self.pruning_ratio:.1%} removed{values}, {origin})"
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:
@@ -206,19 +93,36 @@ class ChannelMask:
         """Fraction of channels removed, over the whole model."""
         return 1 - int(self.channel_mask.sum()) / self.channel_mask.numel()
 
+    @property
+    def stored_values(self) -> tuple[tuple[int, ...], ...] | None:
+        """Kept directions of V `[layer][head]`, original head order; None where V is not pruned."""
+        return None if self.value_widths is None else tuple(map(tuple, self.value_widths.tolist()))
+
+    @property
+    def value_pruning_ratio(self) -> float:
+        """Fraction of V's channels that pruned tokens lose, heads that keep no K channel among them."""
+        kept = list_value_widths(self.widths, self.channel_mask.shape[-1], self.stored_values)
+        return 1 - sum(kept) / self.channel_mask.numel()
+
     def stores_alike(self, other: ChannelMask) -> bool:
-        """Whether a cache stores the same by both: the same channels, of keys less the same mean."""
-        if not self.channel_mask.equal(other.channel_mask):
-            return False
-        if self.key_mean is None or other.key_mean is None:
-            return self.key_mean is other.key_mean
-        return self.key_mean.equal(other.key_mean)
+        """Whether a cache stores the same by both: channels of keys less a mean, directions of V."""
+        return all(
+            own is another if own is None or another is None else own.equal(another)
+            for own, another in (
+                (getattr(mask, name) for mask in (self, other))
+                for name in ("channel_mask", "key_mean", "value_basis", "value_widths")
+            )
+        )
 
     def holds(self, other: ChannelMask) -> bool:
-        """Whether it stores as the other does, but for a mean of keys that the other lacks."""
-        return self.stores_alike(
-            other if other.key_mean is not None else replace(other, key_mean=self.key_mean)
-        )
+        """Whether it stores as the other does, but for a mean of keys or a pruned V that the other lacks."""
+        if not self.channel_mask.equal(other.channel_mask):
+            return False
+        if other.key_mean is None:
+            other = replace(other, key_mean=self.key_mean)
+        if other.value_widths is None:
+            other = replace(other, value_basis=self.value_basis, value_widths=self.value_widths)
+        return self.stores_alike(other)
 
     @property
     def rotated_channels(self) -> Tensor:
@@ -295,21 +199,25 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
     The file appears whole or not at all; equal masks give equal bytes.
 
     Raises:
-        LeanKError: If the file cannot be written, or holds a mean of keys and does not say of which rope.
+        LeanKError: If the file cannot be written, or holds a mean of keys and does not say of which rope, or
+            a basis of V and not of which weights.
     """
     path = Path(path)
-    if mask.key_mean is not None and mask.provenance is None:
-        raise _without_rope(path)
+    _check_origin(mask, path)
     metadata = {"format": MASK_FORMAT, "format_version": str(MASK_FORMAT_VERSION)}
     metadata["pruning_ratio"] = json.dumps(mask.pruning_ratio)
     if mask.provenance is not None:
         known = mask.provenance
-        metadata |= (
-            known if mask.key_mean is not None else replace(known, key_mean_tokens=None)
-        ).to_metadata()
+        if mask.key_mean is None:
+            known = replace(known, key_mean_tokens=None)
+        if mask.value_basis is None:
+            known = replace(known, value_pruning_ratio_asked=None, value_tokens=None, value_weights=None)
+        metadata |= known.to_metadata()
     # The widest first, so that all stay aligned.
     named = (
         ("scaling_factors", "F32", mask.scaling_factors),
+        ("value_basis", "F32", mask.value_basis),
+        ("value_widths", "I32", mask.value_widths),
         ("key_mean", "F16", mask.key_mean),
         ("channel_mask", "BOOL", mask.channel_mask),
     )
@@ -389,17 +297,14 @@ def _load_safetensors(path: Path) -> ChannelMask:
     if "channel_mask" not in header.tensors:
         raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
     mask = to_bool(load_stored(header, "channel_mask"), path)
-    factors, mean = (
-        load_stored(header, name) if name in header.tensors else None
-        for name in ("scaling_factors", "key_mean")
-    )
+    optional = ("scaling_factors", "key_mean", "value_basis", "value_widths")
+    stored = {name: load_stored(header, name) for name in optional if name in header.tensors}
     try:
         known = MaskProvenance.from_metadata(header.metadata) if "model" in header.metadata else None
-        loaded = ChannelMask(mask, factors, known, mean)
+        loaded = ChannelMask(mask, provenance=known, **stored)
     except LeanKError as error:
         raise LeanKError(f"mask `{path}`: {error.message}", hint=error.hint) from error
-    if mean is not None and known is None:
-        raise _without_rope(path)
+    _check_origin(loaded, path)
     if known is None:
         return loaded
     told = [len(known.numbers_of_layers), known.num_key_value_heads, known.head_dim]
@@ -408,19 +313,27 @@ def _load_safetensors(path: Path) -> ChannelMask:
             f"mask `{path}` has shape {list(mask.shape)}, and its header metadata says {told} (layers, "
             "`num_key_value_heads`, `head_dim`)"
         )
-    if mean is None and known.key_mean_tokens is not None:
-        raise LeanKError(
-            f"mask `{path}` has no tensor `key_mean`, and its header metadata says by `key_mean_tokens` that "
-            "one was measured"
-        )
+    for name, told_by in (("key_mean", "key_mean_tokens"), ("value_basis", "value_weights")):
+        if name not in stored and getattr(known, told_by) is not None:
+            raise LeanKError(
+                f"mask `{path}` has no tensor `{name}`, and its header metadata says by `{told_by}` that "
+                "one was measured"
+            )
     return loaded
 
 
-def _without_rope(path: Path) -> LeanKError:
-    return LeanKError(
-        f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
-        "alone, which is not named",
-    )
+def _check_origin(mask: ChannelMask, path: Path) -> None:
+    """Check that a mask names the rope that its mean of keys holds under, and the weights of its V."""
+    if mask.key_mean is not None and mask.provenance is None:
+        raise LeanKError(
+            f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
+            "alone, which is not named",
+        )
+    if mask.value_basis is not None and (mask.provenance is None or mask.provenance.value_weights is None):
+        raise LeanKError(
+            f"mask `{path}` has a tensor `value_basis` and no `value_weights` in its provenance: a basis of "
+            "V holds for some weights alone, which are not named",
+        )
 
 
 def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: Tensor) -> None:
@@ -435,6 +348,42 @@ def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: T
         position = wrong[0].tolist()
         value = tensor[tuple(position)].item()
         raise LeanKError(f"`{name}` holds {value} at {position}, no finite number")
+
+
+def _check_value_basis(basis: Tensor, mask: Tensor) -> None:
+    head_dim = mask.shape[-1]
+    shape = [*mask.shape, head_dim]
+    if basis.dtype != torch.float32 or list(basis.shape) != shape:
+        raise LeanKError(f"`value_basis` is {_describe(basis)}, not float32 {shape}, directions in columns")
+    for layer, heads in enumerate(basis.double()):
+        excess = (heads.mT @ heads - torch.eye(head_dim, dtype=torch.float64)).abs().amax((1, 2))
+        wrong = (~(excess <= ORTHONORMAL)).nonzero()  # what is not finite, too
+        if len(wrong):
+            head = int(wrong[0])
+            raise LeanKError(
+                f"`value_basis[{layer}][{head}]` is not orthonormal: its columns' products are off by "
+                f"{float(excess[head]):.1e}, at most {ORTHONORMAL:g} is rounding"
+            )
+
+
+def _check_value_widths(widths: Tensor, mask: Tensor) -> None:
+    head_dim = mask.shape[-1]
+    multiple = choose_value_multiple(head_dim)
+    if widths.dtype != torch.int32 or widths.shape != mask.shape[:2]:
+        raise LeanKError(f"`value_widths` is {_describe(widths)}, not int32 {list(mask.shape[:2])}")
+    sees = mask.any(-1)
+    for layer, row in enumerate(widths.tolist()):
+        for head, width in enumerate(row):
+            if not 0 <= width <= head_dim or width % multiple:
+                raise LeanKError(
+                    f"`value_widths[{layer}][{head}]` is {width}, not a multiple of {multiple} from 0 to "
+                    f"{head_dim}"
+                )
+            if width and not sees[layer, head]:
+                raise LeanKError(
+                    f"`value_widths[{layer}][{head}]` is {width}, and that head keeps no channel of K: it "
+                    "sees no pruned token"
+                )
 
 
 def _describe(tensor: Tensor) -> str:

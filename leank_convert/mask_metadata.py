@@ -13,7 +13,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.files import parse_json
 
 # Entries that stand there as they are; all others are JSON.
-_TEXTS = {"model", "model_type", "method", "recipe", "made_by", "source", "evaluation"}
+_TEXTS = {"model", "model_type", "method", "recipe", "made_by", "source", "evaluation", "value_weights"}
 _Record = TypeVar("_Record")
 
 

@@ -14,8 +14,8 @@ from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, M
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.safetensors_file import SafetensorsHeader
 
-# MAX_CHANNELS of the widest dtype, and something for what lies around them.
-_MAX_FILE_BYTES = 9 * MAX_CHANNELS
+# MAX_CHANNELS of the widest dtype, something for what lies around them, and a basis of V.
+_MAX_FILE_BYTES = 9 * MAX_CHANNELS + (1 << 30)
 _NUMBER_DTYPES = {
     torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -132,7 +132,7 @@ def in_checkpoint_order(values: Tensor, head_permutation: Sequence[Sequence[int]
     """Bring what every channel has from the original head order into a checkpoint's.
 
     Args:
-        values: A mask, or a mean of keys [L, H_kv, D].
+        values: A mask, a mean of keys or widths [L, H_kv, …].
         head_permutation: Of each layer, which original head stands at each place.
     """
     return torch.stack([heads[list(order)] for heads, order in zip(values, head_permutation, strict=True)])

@@ -23,7 +23,8 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import build_leank_facts
 from leank_convert.export.packaged import find_packaged
 from leank_convert.head_layout import HeadLayout
-from leank_convert.mask import ChannelMask, MaskProvenance, check_mask_fits, load_mask, resolve_mask
+from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
 
 
@@ -81,6 +82,12 @@ def apply_mask(
     name = model.config.name_or_path or stock.__name__
     mask, origin = _find_mask(mask, name)
     check_mask_fits(mask, facts, mask_origin=origin, model_origin=name)
+    if mask.value_basis is not None:
+        raise LeanKError(
+            f"mask `{origin}` prunes V in a basis that has to be folded into the weights, and those in "
+            "memory stay as they are",
+            hint="export it (`leank-convert export MODEL --mask MASK -o OUT`), and load or evaluate OUT",
+        )
     known = mask.provenance or MaskProvenance.for_model(name, facts, method="imported", **Windows().sizes)
     given = {key: size for key, size in sizes.items() if size is not None}
     windows = Windows(**{**{key: getattr(known, key) for key in Windows().sizes}, **given})

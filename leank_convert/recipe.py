@@ -224,6 +224,11 @@ class Recipe(_Section):
         description="keys are cached less their mean over the first contexts: a removed channel counts as "
         "its mean, not as 0",
     )
+    value_pruning_ratio: _Fraction = Field(
+        0.0,
+        description="fraction of V's channels that pruned tokens lose, in a basis of V that is measured in "
+        "the end and folded into the weights; 0: V as it is",
+    )
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
     stage2: Stage2Section = Field(default_factory=Stage2Section)
@@ -337,7 +342,7 @@ class Problem(NamedTuple):
 
 def find_contradictions(recipe: Recipe) -> Iterator[Problem]:
     """Find keys whose values are each in order, and do not go together."""
-    yield from _find_in_data(recipe.data)
+    yield from _find_in_data(recipe.data, measures_values=recipe.value_pruning_ratio > 0)
     yield from _find_in_method(recipe)
     for key, values, what in (
         ("pruning_ratio", recipe.pruning_ratios, "ratio"),
@@ -354,16 +359,15 @@ def find_contradictions(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _find_in_data(data: DataSection) -> Iterator[Problem]:
+def _find_in_data(data: DataSection, *, measures_values: bool) -> Iterator[Problem]:
     haystack = data.haystack
     # Compared with the defaults: a resolved recipe spells out every key.
     unread = haystack.model_dump(exclude_defaults=True) if haystack.source is None else {}
     if unread:
         keys = ", ".join(f"`{key}`" for key in unread)
         yield Problem(f"`data.haystack`: {keys} without a `source`: nothing is read", ("data.haystack",))
-    if haystack.source is not None and not (
-        data.wording == "general" and any(task in _RUNNING_TEXT_TASKS for task in data.tasks)
-    ):
+    reads_text = data.wording == "general" and any(task in _RUNNING_TEXT_TASKS for task in data.tasks)
+    if haystack.source is not None and not reads_text and not measures_values:
         tasks = ", ".join(f"`{task}`" for task in dict.fromkeys(data.tasks))
         yield Problem(
             f"`data.haystack.source` is {cut(haystack.source)}, and none of the tasks {tasks} in `wording: "

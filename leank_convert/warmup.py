@@ -146,6 +146,7 @@ def find_kernels(
             num_groups=config.num_attention_heads // config.num_key_value_heads,
             chunk_size=layers[0].layout.chunk_size,
             max_chunks=max_chunks,
+            value_chunk=layers[0].layout.value_chunk,
             **({} if num_columns == 1 else {"num_columns": num_columns}),
             **stored,
             **more,

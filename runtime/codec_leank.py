@@ -79,8 +79,8 @@ class Int4(Codec):
 
         Args:
             dtype: Of keys and values.
-            counts: Rows of every head: its chunks, or one.
-            size: Numbers of a row; where heads have several, a power of two up to 32.
+            counts: Rows of every head: its chunks.
+            size: Numbers of a row.
             device: Where the pool is.
         """
         super().__init__(dtype)
@@ -163,10 +163,10 @@ def make_codecs(
     if kv_dtype != "int4":
         codec = Codec(FP8 if kv_dtype == "fp8" else dtype)
         return dict.fromkeys(("kept_keys", "values", "window_keys", "window_values"), codec)
-    size, head_dim = layout.chunk_size, layout.head_dim
+    size = layout.chunk_size
     return {
         "kept_keys": Int4(dtype, layout.kept_chunks, size, device),
-        "values": Int4(dtype, [1] * len(layout.value_heads), head_dim, device),
+        "values": Int4(dtype, layout.kept_values, layout.value_chunk, device),
         "window_keys": Int4(dtype, layout.dropped_chunks, size, device),
-        "window_values": Int4(dtype, [1] * len(layout.window_heads), head_dim, device),
+        "window_values": Int4(dtype, layout.dropped_values, layout.value_chunk, device),
     }

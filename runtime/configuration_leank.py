@@ -31,6 +31,8 @@ class LeanKSettings:
         layers: Numbers of the layers that are pruned `[L]`; the others keep transformers' own cache.
         widths: Kept channels per pruned layer and KV head `[L][H_kv]`, in the checkpoint's head order.
         channel_masks: Which ones `[L, H_kv, D]`, bool, on the CPU, in the same order.
+        value_widths: Kept channels of V per layer and head, the first ones; None: V is not pruned, but in
+            heads of width 0.
         windows: Window sizes, and when to prune.
         kv_dtype: What keys and values are stored in: `auto` as they come, `fp8` or `int4`.
         has_scales: Whether the checkpoint holds scales for FP8.
@@ -40,6 +42,7 @@ class LeanKSettings:
     layers: tuple[int, ...]
     widths: tuple[tuple[int, ...], ...]
     channel_masks: torch.Tensor
+    value_widths: tuple[tuple[int, ...], ...] | None
     windows: Windows
     kv_dtype: str
     has_scales: bool
@@ -129,6 +132,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
         layers=layers,
         widths=widths,
         channel_masks=channel_masks,
+        value_widths=_read_value_widths(block.get("value_widths"), widths, head_dim),
         windows=Windows(**sizes, prune=check_prune(block["prune"], "config.json: `leank.prune`")),
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
@@ -193,6 +197,23 @@ def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim
                 f"config.json: `leank.channel_masks[{layer}]` keeps channels beyond the {head_dim} of a head"
             )
     return masks
+
+
+def _read_value_widths(
+    value: object, widths: Sequence[Sequence[int]], head_dim: int
+) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    table = _int_table(value, "value_widths", len(widths), len(widths[0]))
+    for layer, row in enumerate(table):
+        for head, width in enumerate(row):
+            most = head_dim if widths[layer][head] else 0
+            if not 0 <= width <= most:
+                raise ValueError(
+                    f"config.json: `leank.value_widths[{layer}][{head}]` is {width}, not in 0…{most}, as a "
+                    f"head that keeps {widths[layer][head]} channels of K has it; export the checkpoint again"
+                )
+    return table
 
 
 def _read_layers(value: object, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class DecodeKernels:
             dtype = torch.uint8 if self.key.is_fp8 else key.dtype
             self._no_rows = {
                 size: torch.zeros(1, 1, TILE, size, dtype=dtype, device=key.device)
-                for size in (key.chunk_size, key.head_dim)
+                for size in (key.chunk_size, key.value_chunk)
             }
             self._no_sinks = torch.zeros(1, 1, 1, device=key.device)
             self._no_mean = torch.zeros(1, 1, key.head_dim, device=key.device)
@@ -123,14 +123,17 @@ class DecodeKernels:
         dtype = KERNEL_DTYPES[key.dtype]
         sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
         shape = KernelShape(
-            *sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8, has_sinks=key.has_sinks
-        )
+            *sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8, has_sinks=key.has_sinks,
+            value_chunk=key.value_chunk,
+        )  # fmt: skip
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * (1 if key.is_fp8 else 2)
         # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
         fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048
-        # The accumulators of 64 queries leave no registers to a second instance. Tiles of FP8 are half as
-        # large, and take as long to work on: a third hides more.
-        most = 2 if shape.num_queries < 64 else 1
+        # The accumulators of 64 queries leave no registers to a second instance, nor do those of 32 beside V
+        # of FP8 in registers where half of that is padding. Tiles of FP8 are half as large, and take as long
+        # to work on: a third hides more.
+        is_padded = key.is_fp8 and shape.value_size >= 2 * key.head_dim
+        most = 1 if shape.num_queries == 64 or (shape.num_queries == 32 and is_padded) else 2
         if key.is_fp8 and shape.num_queries == 8 and shape.value_size <= 128:
             most = 3
         for instances in range(most, 0, -1):
@@ -419,7 +422,8 @@ class DecodeKernels:
     def arguments(self, store: StoreTensors) -> tuple[Any, ...]:
         """Return a store as kernels take it: FP8 as bytes, something in the place of what is not there.
 
-        A page stands for pools without rows, as TMA wants an address.
+        A page stands for pools without rows, as TMA wants an address. Where a layer drops channels of V alone
+        the window's V stands for its K, which kernels ask how pages lie.
         """
 
         def as_taken(pool: torch.Tensor) -> torch.Tensor:
@@ -427,7 +431,12 @@ class DecodeKernels:
                 return self._no_rows[pool.shape[3]]
             return pool.view(torch.uint8) if self.key.is_fp8 else pool
 
-        taken = store.map_memory(as_taken)
+        taken, (num_pages, of_values, *_) = store.map_memory(as_taken), store.window_values.shape
+        if of_values and not store.window_keys.shape[1]:
+            page_size, lanes = taken.window_values.shape[2], self.key.chunk_size
+            strides = taken.window_values.stride(0), page_size * lanes, lanes, 1
+            pages = taken.window_values.as_strided((num_pages, 1, page_size, lanes), strides)
+            taken = taken._replace(window_keys=pages)
         scales = (store.key_scale, store.value_scale) if self.key.is_fp8 else (self._no_scale,) * 2
         return *taken[:_NUM_MEMORY], *scales
 

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from .decode_kernels_leank import DecodeKernels
-from .kernel_key_leank import KERNEL_DTYPES, TILE, KernelKey, queries_at_once
+from .kernel_key_leank import KERNEL_DTYPES, TILE, KernelKey, padded_values, queries_at_once
 from .parts_leank import carries
 from .self_check_leank import disagreement
 
@@ -33,6 +33,7 @@ def kernel_key(
     cache_dtype: torch.dtype | None = None,
     has_sinks: bool = False,
     has_glue: bool = True,
+    value_chunk: int = 0,
 ) -> KernelKey:
     """Return what kernels of a CUDA device are found by: a `KernelKey`'s fields.
 
@@ -40,9 +41,10 @@ def kernel_key(
     """
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    num_queries = queries_at_once(num_columns, num_groups, head_dim, device)
+    value_size = padded_values(head_dim, value_chunk or head_dim)
+    num_queries = queries_at_once(num_columns, num_groups, value_size, device)
     sizes = (head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
-    return KernelKey(device, dtype, *sizes, cache_dtype, has_sinks, has_glue)
+    return KernelKey(device, dtype, *sizes, cache_dtype, has_sinks, has_glue, value_chunk)
 
 
 def find_kernels(device: torch.device, dtype: torch.dtype, **shape: Any) -> DecodeKernels | None:
@@ -81,6 +83,9 @@ def _unsupported(key: KernelKey) -> str | None:
             f"head_dim {key.head_dim}, {key.num_groups} query heads per KV head, chunks of {key.chunk_size}: "
             "kernels serve head_dim 64 to 256, at most 16 query heads per KV head, chunks of 16 or 32"
         )
+    if key.value_chunk % 16 or key.value_chunk < key.chunk_size:  # loads are of 16 bytes, also FP8's
+        least = f"of a multiple of 16 channels, {key.chunk_size} or more"
+        return f"kernels serve V in chunks {least}, not of {key.value_chunk}"
     return None
 
 

@@ -30,6 +30,7 @@ from .kernel_leank import (
     sinks_type,
     softmax_tile,
     store_segment,
+    write_whole_weights,
 )
 from .kernel_line_leank import (
     CHUNKS,
@@ -37,6 +38,7 @@ from .kernel_line_leank import (
     FIRST,
     KEPT,
     NUM_KEPT,
+    NUM_VALUES,
     PAGE,
     PAGE_SIZE,
     PLACE,
@@ -50,11 +52,15 @@ from .kernel_line_leank import (
     WINDOW_PAGE,
     WINDOW_PLACE,
     WINDOW_ROW,
+    drops_values,
     find_pages,
     find_segments,
+    has_values,
+    keeps_values,
     locate_segment,
     locate_tile,
     stretch_bounds,
+    weighs_apart,
 )
 
 
@@ -64,9 +70,10 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     TileLang 0.1.15 cannot pipeline a loop of dynamic length through cp.async (the wait count must be static),
     so the ring of buffers is written out: every tile commits one group, which may be empty.
     """
-    d, e, n, dv = shape.head_dim, shape.chunk_size, shape.num_queries, shape.value_size
+    d, e, n = shape.head_dim, shape.chunk_size, shape.num_queries
+    f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
     g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
-    chunks = list(range(shape.max_chunks))
+    chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
     loads = list(range(TILE // size))
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
@@ -108,7 +115,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any,
     ) -> None:  # fmt: skip
         locate_tile(tile, seg, t, sink_size)
-        find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size)
+        find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size, num_values)
         for b in loads:
             for c in chunks:
                 if c < seg[NUM_KEPT]:
@@ -132,26 +139,28 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                             ],
                             rows(k[c], stage, b, e),
                         )
-            if seg[NUM_KEPT] > 0:
-                fetch(
-                    values[
-                        pages[b, PAGE],
-                        seg[VALUE_ROW],
-                        pages[b, PLACE] : pages[b, PLACE] + size,
-                        0:d,
-                    ],
-                    rows(v, stage, b, d),
-                )
-            else:
-                fetch(
-                    window_values[
-                        pages[b, WINDOW_PAGE],
-                        seg[WINDOW_ROW],
-                        pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                        0:d,
-                    ],
-                    rows(v, stage, b, d),
-                )
+            for c in blocks:
+                if keeps_values(seg, c, num_values):
+                    fetch(
+                        values[
+                            pages[b, PAGE],
+                            seg[VALUE_ROW] + c,
+                            pages[b, PLACE] : pages[b, PLACE] + size,
+                            0:f,
+                        ],
+                        rows(v[c], stage, b, f),
+                    )
+                else:
+                    if has_values(seg, c, num_values, tile[WHOLE] != 0):
+                        fetch(
+                            window_values[
+                                pages[b, WINDOW_PAGE],
+                                seg[WINDOW_ROW] + (c - seg[NUM_VALUES] if c else 0),
+                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                                0:f,
+                            ],
+                            rows(v[c], stage, b, f),
+                        )
 
     def raise_top(scores: Any, top: Any) -> None:
         T.reduce_max(scores, top, dim=0, clear=False, **options)
@@ -165,6 +174,15 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         else:
             T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
 
+    @T.macro
+    def multiply_values(v: Any, stage: Any, weights: Any, out: Any, wide: Any) -> None:
+        if fp8:
+            for i, j in parallel(dv, TILE):
+                wide[i, j] = kernel_fp8.from_fp8(v[j, i] if cpu else v[stage, j, i], operand)
+            T.gemm(wide, weights, out, transpose_B=True, **policy)
+        else:
+            T.gemm(staged(v, stage), weights, out, transpose_A=True, transpose_B=True, **policy)
+
     @T.prim_func
     def leank_attention(
         query: T.Tensor((batch, heads, width, d), dtype),
@@ -173,7 +191,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -199,14 +217,14 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(window_values.strides[0] % (16 if fp8 else 8) == 0)
             q = [shared((n, e), operand) for _ in chunks]
             k = [shared((*ring, TILE, e), shape.cache_dtype) for _ in chunks]
-            v = shared((*ring, TILE, dv), shape.cache_dtype)
+            v = [shared((*ring, TILE, dv), shape.cache_dtype) for _ in blocks]
             weights = shared((n, TILE), operand)
             wide_k = fragment((TILE, e), operand) if fp8 else None
             wide_v = fragment((dv, TILE), operand) if fp8 else None
             limits = shared((2, n), "int32")
             scores = fragment((TILE, n), "float32")
             total = fragment((TILE, n), "float32")
-            out = fragment((dv, n), "float32")
+            out = [fragment((dv, n), "float32") for _ in blocks]
             top = fragment((n,), "float32")
             earlier_top = fragment((n,), "float32")
             rescale = fragment((n,), "float32")
@@ -223,16 +241,18 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             num_heads = table_rows - 1
             stretch_bounds(span, program, programs, num_heads, table, plan, batch)
             find_segments(segments, span, begin, batch, num_heads, table, plan, cpu)
-            if dv > d:
-                T.fill(v, 0)
+            if dv > f:
+                for c in blocks:
+                    T.fill(v[c], 0)
             for s in T.serial(segments[1]):
-                locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan, num_values)
                 find_limits(parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
                 load_query(
                     parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
                     in_order, key_scale if fp8 else None, scalar,
                 )  # fmt: skip
-                T.fill(out, 0)
+                for c in blocks:
+                    T.fill(out[c], 0)
                 begin_softmax(parallel, top, total, seg, sinks if has_sinks else None, first, g)
                 for r in ahead:
                     if seg[FIRST] + r < seg[STOP]:
@@ -257,7 +277,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     T.clear(scores)
                     T.fill(masks, 0)
                     if tile[WHOLE] != 0:
-                        find_masks(masks, tile, seg, limits, sink_size)
+                        find_masks(masks, tile, seg, limits, sink_size, num_values)
                         for c in chunks:
                             if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
                                 multiply_keys(k, q, c, stage, scores, wide_k)
@@ -268,28 +288,36 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                             multiply_keys(k, q, c, stage, scores, wide_k)
                     if masks[1] != 0:
                         hide_tokens(parallel, scores, tile, seg, limits, sink_size)
-                        for i, j in parallel(TILE, dv):
-                            if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
-                                if cpu:
-                                    v[i, j] = T.cast(0, shape.cache_dtype)
-                                else:
-                                    v[stage, i, j] = T.cast(0, shape.cache_dtype)
+                        for c in blocks:
+                            for i, j in parallel(TILE, dv):
+                                if is_unseen(tile[TOKEN] + i, seg, limits, sink_size, c, num_values):
+                                    if cpu:
+                                        v[c][i, j] = T.cast(0, shape.cache_dtype)
+                                    else:
+                                        v[c][stage, i, j] = T.cast(0, shape.cache_dtype)
                     softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, raise_top)
                     for i, j in parallel(TILE, n):
                         weights[j, i] = T.cast(scores[i, j], operand)
                     if not cpu:
                         T.sync_threads()
-                    if fp8:
-                        for i, j in parallel(dv, TILE):
-                            wide_v[i, j] = kernel_fp8.from_fp8(v[j, i] if cpu else v[stage, j, i], operand)
-                        T.gemm(wide_v, weights, out, transpose_B=True, **policy)
-                    else:
-                        T.gemm(staged(v, stage), weights, out, transpose_A=True, transpose_B=True, **policy)
+                    for c in blocks:
+                        if has_values(seg, c, num_values, (tile[WHOLE] != 0) & (masks[0] == 0)):
+                            multiply_values(v[c], stage, weights, out[c], wide_v)
+                    if weighs_apart(seg, masks, num_values):
+                        if not cpu:
+                            T.sync_threads()
+                        write_whole_weights(parallel, weights, scores, tile, limits, sink_size)
+                        if not cpu:
+                            T.sync_threads()
+                        for c in blocks:
+                            if drops_values(seg, c, num_values):
+                                multiply_values(v[c], stage, weights, out[c], wide_v)
                     if not cpu:
                         T.sync_threads()
                 store_segment(
                     parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
                     parts, lse, output, first, columns, g, options, in_order, value_scale if fp8 else None,
+                    f,
                 )  # fmt: skip
 
     return leank_attention

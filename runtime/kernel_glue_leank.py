@@ -28,8 +28,8 @@ MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
 # Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
-KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW = range(6)
-PLACE_SIZE = 6
+KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW, COST, EARLIER, NUM_VALUES = range(9)
+PLACE_SIZE = 9
 
 
 def padded_chunks(shape: KernelShape) -> int:
@@ -80,7 +80,7 @@ def load_mean(parallel: Any, mean: Any, key_mean: Any, row: Any, head: Any) -> N
 def store_token(
     parallel: Any, place: Any, lanes: Any, row: Any, token: Any, new_key: Any, new_value: Any, kept_keys: Any,
     values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any, key_scale: Any,
-    value_scale: Any, head: Any,
+    value_scale: Any, head: Any, value_chunk: int,
 ) -> None:  # fmt: skip
     """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
@@ -95,7 +95,7 @@ def store_token(
     window_slot = T.truncmod(token, window_keys.shape[2])
     if place[NUM_KEPT] > 0:
         page = page_table[row, T.truncdiv(token, kept_keys.shape[2])]
-    if place[NUM_DROPPED] > 0:
+    if (place[NUM_DROPPED] > 0) | (place[NUM_VALUES] < new_value.shape[0] // value_chunk):
         window_page = window_table[row, T.truncdiv(token, window_keys.shape[2])]
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
         if c < place[NUM_KEPT] + place[NUM_DROPPED]:
@@ -109,14 +109,17 @@ def store_token(
                 kept_keys[page, place[KEPT] + c, slot, j] = stored
             else:
                 window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = stored
-    if place[NUM_KEPT] > 0:
-        for j in parallel(new_value.shape[0]):
-            values[page, place[VALUE_ROW], slot, j] = _as_stored(new_value[j], value_scale, row, head, j)
-    else:
-        for j in parallel(new_value.shape[0]):
-            window_values[window_page, place[WINDOW_ROW], window_slot, j] = _as_stored(
-                new_value[j], value_scale, row, head, j
-            )
+    for j in parallel(new_value.shape[0]):
+        stored = _as_stored(new_value[j], value_scale, row, head, j)
+        if j // value_chunk < place[NUM_VALUES]:
+            values[page, place[VALUE_ROW] + j // value_chunk, slot, j % value_chunk] = stored
+        else:
+            window_values[
+                window_page,
+                place[WINDOW_ROW] + j // value_chunk - place[NUM_VALUES],
+                window_slot,
+                j % value_chunk,
+            ] = stored
 
 
 def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
@@ -139,7 +142,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -173,6 +176,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
                     parallel, place, lanes, row, token, new_key, new_value, kept_keys, values, window_keys,
                     window_values, page_table, window_table,
                     key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None, head,
+                    shape.value_chunk,
                 )  # fmt: skip
 
     return leank_append
@@ -208,7 +212,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -297,7 +301,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                         parallel, place, lanes, row, token, new_key, new_value, kept_keys, values,
                         window_keys, window_values, page_table, window_table,
                         key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None,
-                        head - query_heads,
+                        head - query_heads, shape.value_chunk,
                     )  # fmt: skip
 
     return leank_rope_append

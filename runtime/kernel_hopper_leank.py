@@ -35,6 +35,7 @@ from .kernel_leank import (
     sinks_type,
     softmax_tile,
     store_segment,
+    write_whole_weights,
 )
 from .kernel_line_leank import (
     CHUNKS,
@@ -43,6 +44,7 @@ from .kernel_line_leank import (
     KEPT,
     NUM_DROPPED,
     NUM_KEPT,
+    NUM_VALUES,
     PAGE,
     PAGE_SIZE,
     PLACE,
@@ -57,11 +59,15 @@ from .kernel_line_leank import (
     WINDOW_PAGE,
     WINDOW_PLACE,
     WINDOW_ROW,
+    drops_values,
     find_pages,
     find_segments,
+    has_values,
+    keeps_values,
     locate_segment,
     locate_tile,
     stretch_bounds,
+    weighs_apart,
 )
 
 # The greatest score of every query, of all warps: one barrier, where TileLang's reduction takes four. It is
@@ -110,14 +116,16 @@ def hopper_attention(shape: KernelShape) -> Any:
     What needs no kernel of this step's layer is read before the wait for the one ahead where `early` says
     that plan, counts and tables are older than that one's own wait.
     """
-    d, e, n, dv = shape.head_dim, shape.chunk_size, shape.num_queries, shape.value_size
+    d, e, n = shape.head_dim, shape.chunk_size, shape.num_queries
+    f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
     g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
-    chunks = list(range(shape.max_chunks))
+    chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
     loads = list(range(TILE // size))
     fp8, operand = shape.is_fp8, shape.product_dtype
     # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
     box = 128 if fp8 and dv % 128 == 0 else 64
-    columns_of_v = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
+    spans = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
+    columns_of_v = [(c, start, stop) for c in blocks for start, stop in spans]
     lane_of = (lambda place: kernel_fp8.lane_of_place(place, e)) if fp8 else in_order
     channel_of = (lambda row: kernel_fp8.channel_of_row(row, dv)) if fp8 else in_order
     # Loops that convert are no vectors, and TileLang warns where it tries.
@@ -139,6 +147,13 @@ def hopper_attention(shape: KernelShape) -> Any:
             T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
 
     @T.macro
+    def multiply_values(v: Any, weights: Any, out: Any, wide: Any) -> None:
+        if fp8:
+            T.wgmma_gemm(wide, weights, out, transpose_B=True, policy=FULL_ROW)
+        else:
+            T.wgmma_gemm(v, weights, out, transpose_A=True, transpose_B=True, policy=FULL_ROW)
+
+    @T.macro
     def wait() -> None:
         if shape.begins_early:
             T.pdl_sync()
@@ -152,7 +167,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         index = seg[FIRST] + ahead + T.get_thread_binding() % WARP
         if index < seg[STOP]:
             locate_tile(tile, seg, index, sink_size)
-            find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size)
+            find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size, num_values)
 
     @T.prim_func
     def leank_attention_hopper(
@@ -162,7 +177,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -184,20 +199,20 @@ def hopper_attention(shape: KernelShape) -> Any:
             T.annotate_min_blocks_per_sm(shape.num_instances)
             q = [T.alloc_shared((n, e), operand) for _ in chunks]
             k = [T.alloc_shared((stages, TILE, e), shape.cache_dtype) for _ in chunks]
-            v = T.alloc_shared((stages, TILE, dv), shape.cache_dtype)
+            v = [T.alloc_shared((stages, TILE, dv), shape.cache_dtype) for _ in blocks]
             weights = T.alloc_shared((n, TILE), operand)
             wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
-            wide_v = T.alloc_fragment((dv, TILE), operand) if fp8 else None
+            wide_v = [T.alloc_fragment((dv, TILE), operand) if fp8 else None for _ in blocks]
             greatest = T.alloc_shared((WARPGROUP // 32, n), "float32")
             T.import_source(_TOP_SOURCE + kernel_fp8.WIDEN_SOURCE if fp8 else _TOP_SOURCE)
             if fp8:
-                T.annotate_layout({v: kernel_fp8.swizzle_values(v)})
+                T.annotate_layout({block: kernel_fp8.swizzle_values(block) for block in v})
             limits = T.alloc_shared((2, n), "int32")
             ready = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([WARPGROUP] * stages)
             scores = T.alloc_fragment((TILE, n), "float32")
             total = T.alloc_fragment((TILE, n), "float32")
-            out = T.alloc_fragment((dv, n), "float32")
+            out = [T.alloc_fragment((dv, n), "float32") for _ in blocks]
             top = T.alloc_fragment((n,), "float32")
             earlier_top = T.alloc_fragment((n,), "float32")
             rescale = T.alloc_fragment((n,), "float32")
@@ -224,7 +239,9 @@ def hopper_attention(shape: KernelShape) -> Any:
                 wait()  # no kernel may end before the one ahead of it
             if T.get_thread_binding() >= WARPGROUP:
                 for s in T.serial(segments[1]):
-                    locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                    locate_segment(
+                        seg, segments[0] + s, span, begin, num_heads, table, seen, plan, num_values
+                    )
                     # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
                     # pages lie takes divisions and a read that others wait for.
                     look_up(
@@ -270,29 +287,30 @@ def hopper_attention(shape: KernelShape) -> Any:
                                             k[c][stage, b * size : (b + 1) * size, :],
                                             barrier=ready[stage],
                                         )
-                            for start, stop in columns_of_v:
-                                if seg[NUM_KEPT] > 0:
+                            for c, start, stop in columns_of_v:
+                                if keeps_values(seg, c, num_values):
                                     T.tma_copy(
                                         values[
                                             pages[b, PAGE],
-                                            seg[VALUE_ROW],
+                                            seg[VALUE_ROW] + c,
                                             pages[b, PLACE] : pages[b, PLACE] + size,
                                             start:stop,
                                         ],
-                                        v[stage, b * size : (b + 1) * size, start:stop],
+                                        v[c][stage, b * size : (b + 1) * size, start:stop],
                                         barrier=ready[stage],
                                     )
                                 else:
-                                    T.tma_copy(
-                                        window_values[
-                                            pages[b, WINDOW_PAGE],
-                                            seg[WINDOW_ROW],
-                                            pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                                            start:stop,
-                                        ],
-                                        v[stage, b * size : (b + 1) * size, start:stop],
-                                        barrier=ready[stage],
-                                    )
+                                    if has_values(seg, c, num_values, seg[FIRST] + t >= seg[PRUNED_TILES]):
+                                        T.tma_copy(
+                                            window_values[
+                                                pages[b, WINDOW_PAGE],
+                                                seg[WINDOW_ROW] + (c - seg[NUM_VALUES] if c else 0),
+                                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                                                start:stop,
+                                            ],
+                                            v[c][stage, b * size : (b + 1) * size, start:stop],
+                                            barrier=ready[stage],
+                                        )
                         T.mbarrier_arrive(ready[stage])
                         stage += 1
                         if stage == stages:
@@ -300,14 +318,17 @@ def hopper_attention(shape: KernelShape) -> Any:
                             phase = phase ^ 1
             else:
                 for s in T.serial(segments[1]):
-                    locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                    locate_segment(
+                        seg, segments[0] + s, span, begin, num_heads, table, seen, plan, num_values
+                    )
                     find_limits(T.Parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
                     wait()
                     load_query(
                         T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
                         lane_of, key_scale if fp8 else None, scalar,
                     )  # fmt: skip
-                    T.fill(out, 0)
+                    for c in blocks:
+                        T.fill(out[c], 0)
                     begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, first, g)
                     T.fence_proxy_async()
                     T.sync_threads(1, WARPGROUP)
@@ -317,7 +338,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                         T.clear(scores)
                         T.fill(masks, 0)
                         if tile[WHOLE] != 0:
-                            find_masks(masks, tile, seg, limits, sink_size)
+                            find_masks(masks, tile, seg, limits, sink_size, num_values)
                             for c in chunks:
                                 if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
                                     multiply_keys(k, q, c, stage, scores, wide_k)
@@ -330,22 +351,26 @@ def hopper_attention(shape: KernelShape) -> Any:
                             if c < seg[NUM_KEPT]:
                                 multiply_keys(k, q, c, stage, scores, wide_k)
                         if fp8:
-                            T.call_extern(
-                                "handle", f"leank_widen_values<{dv // 64}>", v.data, stage, wide_v.data
-                            )
+                            for c in blocks:
+                                if has_values(seg, c, num_values, tile[WHOLE] != 0):
+                                    T.call_extern(
+                                        "handle", f"leank_widen_values<{dv // 64}>", v[c].data, stage,
+                                        wide_v[c].data,
+                                    )  # fmt: skip
                         T.wait_wgmma(0)
                         if fp8:  # all of it is in registers
                             T.mbarrier_arrive(free[stage])
                         if masks[1] != 0:
                             hide_tokens(T.Parallel, scores, tile, seg, limits, sink_size)
-                            if fp8:
-                                for i, j in T.Parallel(dv, TILE):
-                                    if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
-                                        wide_v[i, j] = T.cast(0, operand)
-                            else:
-                                for i, j in T.Parallel(TILE, dv):
-                                    if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
-                                        v[stage, i, j] = T.cast(0, dtype)
+                            for c in blocks:
+                                if fp8:
+                                    for i, j in T.Parallel(dv, TILE):
+                                        if is_unseen(tile[TOKEN] + j, seg, limits, sink_size, c, num_values):
+                                            wide_v[c][i, j] = T.cast(0, operand)
+                                else:
+                                    for i, j in T.Parallel(TILE, dv):
+                                        if is_unseen(tile[TOKEN] + i, seg, limits, sink_size, c, num_values):
+                                            v[c][stage, i, j] = T.cast(0, dtype)
                         softmax_tile(
                             T.Parallel, scores, top, earlier_top, rescale, total, out, scale,
                             lambda scores, top: T.call_extern(
@@ -356,15 +381,20 @@ def hopper_attention(shape: KernelShape) -> Any:
                             weights[j, i] = T.cast(scores[i, j], operand)
                         T.fence_proxy_async()
                         T.sync_threads(1, WARPGROUP)
-                        if fp8:
-                            T.wgmma_gemm(wide_v, weights, out, transpose_B=True, policy=FULL_ROW)
+                        for c in blocks:
+                            if has_values(seg, c, num_values, (tile[WHOLE] != 0) & (masks[0] == 0)):
+                                multiply_values(v[c][stage, :, :], weights, out[c], wide_v[c])
+                        T.wait_wgmma(0)
+                        if weighs_apart(seg, masks, num_values):
+                            T.sync_threads(1, WARPGROUP)  # all have read the weights
+                            write_whole_weights(T.Parallel, weights, scores, tile, limits, sink_size)
+                            T.fence_proxy_async()
+                            T.sync_threads(1, WARPGROUP)
+                            for c in blocks:
+                                if drops_values(seg, c, num_values):
+                                    multiply_values(v[c][stage, :, :], weights, out[c], wide_v[c])
                             T.wait_wgmma(0)
-                        else:
-                            T.wgmma_gemm(
-                                v[stage, :, :], weights, out, transpose_A=True, transpose_B=True,
-                                policy=FULL_ROW,
-                            )  # fmt: skip
-                            T.wait_wgmma(0)
+                        if not fp8:
                             T.mbarrier_arrive(free[stage])
                         stage += 1
                         if stage == stages:
@@ -373,7 +403,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                     store_segment(
                         T.Parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
                         parts, lse, output, first, columns, g, options, channel_of,
-                        value_scale if fp8 else None,
+                        value_scale if fp8 else None, f,
                     )  # fmt: skip
 
     return leank_attention_hopper

@@ -43,6 +43,7 @@ class KernelKey:
         cache_dtype: Of the cache, where it is not that of queries.
         has_sinks: Whether query heads have attention sinks.
         has_glue: Whether there are kernels around attention: those of a fused step, and of a second turn.
+        value_chunk: Channels of a chunk of V, F; 0 stands for D.
     """
 
     device: torch.device
@@ -56,6 +57,11 @@ class KernelKey:
     cache_dtype: torch.dtype | None = None
     has_sinks: bool = False
     has_glue: bool = True
+    value_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        """Let kernels of whole V be found by either way to say it."""
+        object.__setattr__(self, "value_chunk", self.value_chunk or self.head_dim)
 
     @property
     def is_fp8(self) -> bool:
@@ -63,15 +69,23 @@ class KernelKey:
         return self.cache_dtype == torch.float8_e4m3fn
 
 
-def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
-    """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
+def padded_values(head_dim: int, value_chunk: int) -> int:
+    """Return the channels of V that kernels hold: chunks are rows of a product, which come in 64."""
+    return head_dim // value_chunk * (-(-value_chunk // 64) * 64)
+
+
+def queries_at_once(num_columns: int, num_groups: int, value_size: int, device: torch.device) -> int:
+    """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`.
+
+    `value_size` are the channels of V that kernels hold, `padded_values`.
+    """
     if num_columns == 1:
         return 8 if num_groups <= 8 else 16
     wanted = num_columns * num_groups
     if wanted > 16:
         # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
         room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-        wanted = min(wanted, 64 if head_dim <= 128 and room > 1 << 17 else 32)
+        wanted = min(wanted, 64 if value_size <= 128 and room > 1 << 17 else 32)
     return next(size for size in _QUERIES if size >= wanted)
 
 

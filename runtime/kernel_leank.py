@@ -25,7 +25,21 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_line_leank import BEGIN, DROPPED, END, FIRST, HEAD, KEPT, LENGTH, NUM_KEPT, ROW, TILE, TOKEN
+from .kernel_key_leank import padded_values
+from .kernel_line_leank import (
+    BEGIN,
+    DROPPED,
+    END,
+    FIRST,
+    HEAD,
+    KEPT,
+    LENGTH,
+    NUM_KEPT,
+    ROW,
+    TILE,
+    TOKEN,
+    drops_values,
+)
 from .parts_leank import carries, load_part
 
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
@@ -55,6 +69,7 @@ class KernelShape:
         num_instances: Program instances that a multiprocessor is to hold.
         is_fp8: Whether the cache holds e4m3, which kernels take as bytes; else it is of `dtype`.
         has_sinks: Whether query heads have attention sinks.
+        value_chunk: Channels of a chunk of V, F; 0 stands for D.
     """
 
     head_dim: int
@@ -68,6 +83,11 @@ class KernelShape:
     num_instances: int = 1
     is_fp8: bool = False
     has_sinks: bool = False
+    value_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        """Say D where V is whole."""
+        object.__setattr__(self, "value_chunk", self.value_chunk or self.head_dim)
 
     @property
     def cache_dtype(self) -> str:
@@ -93,9 +113,19 @@ class KernelShape:
         return self.num_instances < 3
 
     @property
+    def num_values(self) -> int:
+        """Chunks of V of a head, D / F: blocks of the second product."""
+        return self.head_dim // self.value_chunk
+
+    @property
+    def value_rows(self) -> int:
+        """Channels of a chunk of V in shared memory: rows of the second product come in 64."""
+        return padded_values(self.value_chunk, self.value_chunk)
+
+    @property
     def value_size(self) -> int:
-        """Channels of V in shared memory: rows of the second product come in 64."""
-        return -(-self.head_dim // 64) * 64
+        """Channels of V in shared memory."""
+        return padded_values(self.head_dim, self.value_chunk)
 
 
 def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
@@ -105,7 +135,7 @@ def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
     strided, but TileLang's CPU target knows no strides.
     """
     types = []
-    for place, lanes in enumerate((shape.chunk_size, shape.head_dim) * 2):
+    for place, lanes in enumerate((shape.chunk_size, shape.value_chunk) * 2):
         pages, rows, page_size, stride = T.dynamic(
             f"pages_{place}, rows_{place}, page_size_{place}, stride_{place}"
         )
@@ -144,13 +174,16 @@ def find_limits(
 
 
 @T.macro
-def find_masks(masks: Any, tile: Any, seg: Any, limits: Any, sink_size: Any) -> None:
-    """Set `masks` for a whole tile: whether tokens of it are not whole, and whether some are not visible."""
+def find_masks(masks: Any, tile: Any, seg: Any, limits: Any, sink_size: Any, num_values: int) -> None:
+    """Set `masks` for a whole tile: whether tokens of it are not whole, and whether some are not visible.
+
+    Where V comes in chunks, dropped ones of tokens that are not whole are not visible either.
+    """
     masks[0] = T.cast(
         (tile[TOKEN] < limits[RECENT, limits.shape[1] - 1]) & (tile[TOKEN] + TILE > sink_size), "int32"
     )
     masks[1] = T.cast((tile[TOKEN] + TILE > limits[SEEN, 0]), "int32") | (
-        masks[0] & T.cast(seg[NUM_KEPT] == 0, "int32")
+        masks[0] if num_values > 1 else masks[0] & T.cast(seg[NUM_KEPT] == 0, "int32")
     )
 
 
@@ -179,11 +212,23 @@ def hide_tokens(parallel: Any, scores: Any, tile: Any, seg: Any, limits: Any, si
         )
 
 
-def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any) -> Any:
-    """Return whether no query sees a token: a weight of 0 times NaN would be NaN."""
+def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any, chunk: int, num_values: int) -> Any:
+    """Return whether no query sees a token's chunk of V: a weight of 0 times NaN would be NaN."""
     return (token >= seg[LENGTH]) | (
-        (seg[NUM_KEPT] == 0) & (token >= sink_size) & (token < limits[RECENT, 0])
+        drops_values(seg, chunk, num_values) & (token >= sink_size) & (token < limits[RECENT, 0])
     )
+
+
+@T.macro
+def write_whole_weights(
+    parallel: Any, weights: Any, scores: Any, tile: Any, limits: Any, sink_size: Any
+) -> None:
+    """Write weights as V's dropped chunks take them, zeros where a query does not see the token whole."""
+    for i, j in parallel(scores.shape[0], scores.shape[1]):
+        weights[j, i] = T.cast(
+            T.if_then_else(_is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0),
+            weights.dtype,
+        )
 
 
 @T.macro
@@ -233,7 +278,7 @@ def softmax_tile(
         earlier_top: Its value before this tile `[N]`.
         rescale: Factor on what came before `[N]`.
         total: Sums of weights `[TILE, N]`, one per token place: added up at the end, not per tile.
-        out: Weighted values `[D, N]`.
+        out: Weighted values, of every chunk of V `[F, N]`.
         scale: Factor on the scores, times log2 e.
         raise_top: Raises `top` to the greatest of these scores.
     """
@@ -247,8 +292,9 @@ def softmax_tile(
         scores[i, j] = T.exp2(scores[i, j] - top[j])
     for i, j in parallel(scores.shape[0], scores.shape[1]):
         total[i, j] = total[i, j] * rescale[j] + scores[i, j]
-    for i, j in parallel(out.shape[0], out.shape[1]):
-        out[i, j] = out[i, j] * rescale[j]
+    for c in list(range(len(out))):
+        for i, j in parallel(out[c].shape[0], out[c].shape[1]):
+            out[c][i, j] = out[c][i, j] * rescale[j]
 
 
 def in_order(place: Any) -> Any:
@@ -303,40 +349,45 @@ def load_query(
 def store_segment(
     parallel: Any, seg: Any, span: Any, program: Any, part: Any, out: Any, total: Any, top: Any, sums: Any,
     parts: Any, lse: Any, output: Any, first: Any, columns: Any, num_groups: int, reduce_options: Any,
-    channel_of: Any, value_scale: Any,
+    channel_of: Any, value_scale: Any, value_chunk: int,
 ) -> None:  # fmt: skip
     """Write a segment's result: to the output if this instance saw all of the head, else as a part.
 
-    `channel_of` gives the channel of a row of `out`, which is multiplied by `value_scale` if there is one.
+    `channel_of` gives the channel in its chunk of a row of one of `out`, which are multiplied by
+    `value_scale` if there is one.
     """
+    blocks = list(range(len(out)))
     T.reduce_sum(total, sums, dim=0, **reduce_options)
     for j in parallel(sums.shape[0]):
         sums[j] = T.max(sums[j], 1e-30)
-    for i, j in parallel(out.shape[0], out.shape[1]):
-        out[i, j] = out[i, j] / sums[j]
-    if value_scale is not None:
-        for i, j in parallel(out.shape[0], out.shape[1]):
-            out[i, j] = (
-                out[i, j]
-                * value_scale[
-                    T.if_then_else(value_scale.shape[0] > 1, seg[ROW], 0),
-                    seg[HEAD],
-                    T.min(channel_of(i), value_scale.shape[2] - 1),
-                ]
-            )
+    for c in blocks:
+        for i, j in parallel(out[c].shape[0], out[c].shape[1]):
+            out[c][i, j] = out[c][i, j] / sums[j]
+        if value_scale is not None:
+            for i, j in parallel(out[c].shape[0], out[c].shape[1]):
+                out[c][i, j] = (
+                    out[c][i, j]
+                    * value_scale[
+                        T.if_then_else(value_scale.shape[0] > 1, seg[ROW], 0),
+                        seg[HEAD],
+                        T.min(c * value_chunk + channel_of(i), value_scale.shape[2] - 1),
+                    ]
+                )
     if (seg[BEGIN] >= span[0]) & (seg[END] <= span[1]):
-        for i, j in parallel(out.shape[0], out.shape[1]):
-            if (j < columns * num_groups) & (channel_of(i) < output.shape[3]):
-                output[
-                    seg[ROW],
-                    seg[HEAD] * num_groups + j % num_groups,
-                    first + j // num_groups,
-                    channel_of(i),
-                ] = T.cast(out[i, j], output.dtype)
+        for c in blocks:
+            for i, j in parallel(out[c].shape[0], out[c].shape[1]):
+                if (j < columns * num_groups) & (channel_of(i) < value_chunk):
+                    output[
+                        seg[ROW],
+                        seg[HEAD] * num_groups + j % num_groups,
+                        first + j // num_groups,
+                        c * value_chunk + channel_of(i),
+                    ] = T.cast(out[c][i, j], output.dtype)
     else:
-        for i, j in parallel(out.shape[0], out.shape[1]):
-            if channel_of(i) < output.shape[3]:
-                parts[program, part, j, channel_of(i)] = out[i, j]
+        for c in blocks:
+            for i, j in parallel(out[c].shape[0], out[c].shape[1]):
+                if channel_of(i) < value_chunk:
+                    parts[program, part, j, c * value_chunk + channel_of(i)] = out[c][i, j]
         for j in parallel(sums.shape[0]):
             lse[program, part, j] = T.log2(sums[j]) + top[j]
 

@@ -31,10 +31,11 @@ except ImportError as error:
 
 TILE = 64  # tokens of a tile: the M of one wgmma
 
-# Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of.
+# Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of;
+# NUM_VALUES, the head's kept chunks of V, is there where V comes in chunks.
 (ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW,
- BEGIN, END, LENGTH, HIDDEN_TILES) = range(15)  # fmt: skip
-SEG_SIZE = 15
+ BEGIN, END, LENGTH, HIDDEN_TILES, NUM_VALUES) = range(16)  # fmt: skip
+SEG_SIZE = 16
 
 # Places in `tile`: first token, chunks to read, whether it is a whole tile.
 TOKEN, CHUNKS, WHOLE = range(3)
@@ -45,7 +46,7 @@ PAGE, PLACE, WINDOW_PAGE, WINDOW_PLACE = range(4)
 PAGE_SIZE = 4
 
 # Columns of the head table, `ChunkLayout.head_table`; its last row holds totals.
-COST, EARLIER = 6, 7
+COST, EARLIER, KEPT_VALUES, SEEING = 6, 7, 8, 9
 
 
 @T.macro
@@ -116,9 +117,10 @@ def find_segments(
 
 @T.macro
 def locate_segment(
-    seg: Any, pair: Any, span: Any, begin: Any, num_heads: Any, table: Any, seen: Any, plan: Any
+    seg: Any, pair: Any, span: Any, begin: Any, num_heads: Any, table: Any, seen: Any, plan: Any,
+    num_values: int,
 ) -> None:  # fmt: skip
-    """Fill `seg` for one head of one row, as far as it lies in the stretch `span`."""
+    """Fill `seg` for one head of one row, of `num_values` chunks of V, as far as it lies in `span`."""
     cost = T.alloc_var("int32")
     pruned_cost = T.alloc_var("int32")
     whole_cost = T.alloc_var("int32")
@@ -132,6 +134,8 @@ def locate_segment(
     seg[DROPPED] = table[seg[HEAD], 3]
     seg[NUM_DROPPED] = table[seg[HEAD], 4]
     seg[WINDOW_ROW] = table[seg[HEAD], 5]
+    if num_values > 1:
+        seg[NUM_VALUES] = table[seg[HEAD], KEPT_VALUES]
     head_begin(begin, seg[ROW], seg[HEAD], num_heads, table, plan)
     seg[BEGIN] = begin[0]
     seg[HIDDEN_TILES] = plan[seg[ROW] + 1, 0] - plan[seg[ROW], 0]
@@ -172,10 +176,38 @@ def locate_tile(tile: Any, seg: Any, index: Any, sink_size: Any) -> None:
         ) * TILE
 
 
+def keeps_values(seg: Any, chunk: int, num_values: int) -> Any:
+    """Return whether pruned tokens have this one of a head's `num_values` chunks of V."""
+    return seg[NUM_KEPT] > 0 if num_values == 1 else chunk < seg[NUM_VALUES]
+
+
+def drops_values(seg: Any, chunk: int, num_values: int) -> Any:
+    """Return whether only whole tokens have a chunk of V."""
+    return seg[NUM_KEPT] == 0 if num_values == 1 else chunk >= seg[NUM_VALUES]
+
+
+def has_values(seg: Any, chunk: int, num_values: int, is_whole: Any) -> Any:
+    """Return whether a tile has a chunk of V: a whole one has all, and V in one chunk is in every tile."""
+    return True if num_values == 1 else keeps_values(seg, chunk, num_values) | is_whole
+
+
+def weighs_apart(seg: Any, masks: Any, num_values: int) -> Any:
+    """Return whether a tile's dropped chunks of V take other weights: some of its tokens are not whole."""
+    return False if num_values == 1 else (masks[0] != 0) & (seg[NUM_VALUES] < num_values)
+
+
+def reads_window(tile: Any, seg: Any, num_values: int) -> Any:
+    """Return whether a tile reads chunks of the window."""
+    of_keys = tile[CHUNKS] > seg[NUM_KEPT]
+    if num_values == 1:  # who drops V drops K
+        return of_keys
+    return of_keys | ((tile[WHOLE] != 0) & (seg[NUM_VALUES] < num_values))
+
+
 @T.macro
 def find_pages(
     pages: Any, tile: Any, seg: Any, page_table: Any, window_table: Any, kept_keys: Any, window_keys: Any,
-    load_tokens: int,
+    load_tokens: int, num_values: int,
 ) -> None:  # fmt: skip
     """Fill `pages` for the loads of a tile, as far as it makes them.
 
@@ -190,7 +222,7 @@ def find_pages(
         if seg[NUM_KEPT] > 0:
             pages[load, PAGE] = page_table[seg[ROW], T.truncdiv(token, kept_keys.shape[2])]
             pages[load, PLACE] = T.truncmod(token, kept_keys.shape[2])
-        if tile[CHUNKS] > seg[NUM_KEPT]:
+        if reads_window(tile, seg, num_values):
             pages[load, WINDOW_PAGE] = T.max(
                 T.min(
                     window_table[seg[ROW], T.truncdiv(token, window_keys.shape[2])], window_keys.shape[0] - 1

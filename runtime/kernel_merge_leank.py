@@ -67,7 +67,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     @T.prim_func
     def leank_merge(
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),

@@ -14,12 +14,13 @@ except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, pool_types, scale_types
-from .kernel_line_leank import TILE
+from .kernel_line_leank import KEPT_VALUES, SEEING, TILE
 
 
 def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel that copies a row of a cache whose pages are tiles."""
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
+    blocks = list(range(shape.num_values))
     batch, layouts, all_chunks = T.dynamic("batch, layouts, all_chunks")
     entries, window_entries, table_rows = T.dynamic("entries, window_entries, table_rows")
     tokens, heads = T.dynamic("tokens, heads")
@@ -35,6 +36,9 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         number = T.cast(kernel_fp8.from_fp8(stored, shape.product_dtype), "float32")
         return T.cast(number * scale[T.if_then_else(scale.shape[0] > 1, row, 0), head, channel], dtype)
 
+    def whole(token: Any, sink_size: Any, pruned: Any) -> Any:
+        return (token < sink_size) | (token >= sink_size + pruned)
+
     @T.prim_func
     def leank_copy_row(
         kept_keys: pools[0],
@@ -42,7 +46,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -59,21 +63,24 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                 T.assume(kept_keys.strides[0] % line == 0)
                 T.assume(values.strides[0] % line == 0)
                 T.assume(window_keys.strides[0] % line == 0)
+                T.assume(window_values.strides[0] % line == 0)
             tile = shared((TILE, d), dtype)
             chunk = fragment((TILE, e), shape.cache_dtype)
             # Variables, as all loads of a page share them.
             layout = T.alloc_var("int32")
             page = T.alloc_var("int32")
-            window_page = T.alloc_var("int32")
+            window_page = T.alloc_var("int32", init=0)
             kept = T.alloc_var("int32")
             dropped = T.alloc_var("int32")
-            value_row = T.alloc_var("int32")
+            num_values = T.alloc_var("int32")
+            place = T.alloc_var("int32")
             layout = T.if_then_else(layouts > 1, row, 0)
             page = page_table[row, block]
             kept = table[head, 0]
             dropped = table[head, 3]
-            value_row = table[head, 2]
-            if value_row >= 0:
+            num_values = table[head, KEPT_VALUES]
+            place = table[head, SEEING]
+            if place >= 0:
                 for i, j in parallel(TILE, d):
                     tile[i, j] = T.cast(0, dtype)
                 for c in T.serial(table[head, 1]):
@@ -92,19 +99,29 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                             chunk[i, j] = window_keys[window_page, dropped + c, i, j]
                         for i, j in parallel(TILE, e):
                             channel = index[layout, table[table_rows - 1, 0] + dropped + c, j]
-                            if (channel >= 0) & (
-                                (block * TILE + i < sink_size) | (block * TILE + i >= sink_size + pruned)
-                            ):
+                            if (channel >= 0) & whole(block * TILE + i, sink_size, pruned):
                                 tile[i, T.max(channel, 0) % d] = widened(
                                     chunk[i, j], key_scale, row, head, T.max(channel, 0) % d
                                 )
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:
-                        dense_keys[block * TILE + i, value_row, j] = tile[i, j]
-                for i, j in parallel(TILE, d):
-                    if block * TILE + i < length:
-                        dense_values[block * TILE + i, value_row, j] = widened(
-                            values[page, value_row, i, j], value_scale, row, head, j
-                        )
+                        dense_keys[block * TILE + i, place, j] = tile[i, j]
+                for b in blocks:
+                    if b < num_values:
+                        for i, j in parallel(TILE, f):
+                            if block * TILE + i < length:
+                                dense_values[block * TILE + i, place, b * f + j] = widened(
+                                    values[page, table[head, 2] + b, i, j], value_scale, row, head, b * f + j
+                                )
+                    else:
+                        for i, j in parallel(TILE, f):
+                            if block * TILE + i < length:
+                                if whole(block * TILE + i, sink_size, pruned):
+                                    dense_values[block * TILE + i, place, b * f + j] = widened(
+                                        window_values[window_page, table[head, 5] + b - num_values, i, j],
+                                        value_scale, row, head, b * f + j,
+                                    )  # fmt: skip
+                                else:
+                                    dense_values[block * TILE + i, place, b * f + j] = T.cast(0, dtype)
 
     return leank_copy_row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -46,8 +46,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self,
         layer_idx: int,
         channel_mask: torch.Tensor,
-        widths: Sequence[int],
-        chunk_size: int,
+        layout: ChunkLayout,
         rows: RowState,
         kv_dtype: str = "auto",
         model_constants: Constants = Constants(),  # noqa: B008 - it cannot be changed
@@ -58,7 +57,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.kv_dtype = kv_dtype
         self.model_constants = model_constants
         self.model_mask = channel_mask[None]
-        self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
+        self._model_layout = layout
         self.reset()
 
     def reset(self) -> None:
@@ -71,7 +70,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.store: ChunkStore | None = None
         self.kernels: DecodeKernels | None = None
 
-    def set_channel_mask(self, channel_mask: torch.Tensor) -> None:
+    def set_channel_mask(self, channel_mask: torch.Tensor, *, prune_values: bool = True) -> None:
         """Replace the kept channels, for this cache only, before its prompt is split.
 
         The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
@@ -81,6 +80,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
                 a head keeps may differ between rows, how many may not.
+            prune_values: Whether V that the model prunes stays pruned; of heads that the model keeps no
+                channel of, V is whole.
 
         Raises:
             ValueError: If the prompt is split already, or the mask does not fit.
@@ -110,7 +111,14 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "must have one width in every row"
             )
         self.channel_mask = mask
-        self.layout = ChunkLayout(tuple(widths[0].tolist()), self.layout.head_dim, self.layout.chunk_size)
+        kept, values = tuple(widths[0].tolist()), self._model_layout.value_widths
+        if values is not None:
+            head_dim, model_widths = self.layout.head_dim, self._model_layout.widths
+            values = tuple(
+                (width if own and prune_values else head_dim) if new else 0
+                for width, own, new in zip(values, model_widths, kept, strict=True)
+            )
+        self.layout = replace(self._model_layout, widths=kept, value_widths=values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -293,6 +301,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             num_columns=num_columns,
             cache_dtype=None if cache_dtype == self.store.dtype else cache_dtype,
             has_sinks=sinks is not None,
+            value_chunk=self.layout.value_chunk,
         )
 
     def _attend(

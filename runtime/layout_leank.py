@@ -7,10 +7,14 @@ its dropped channels fill chunks of their own, and which head a chunk belongs to
     head_dim 128, chunk_size 32    head 0, width 0   head 1, width 32   head 2, width 64
     kept chunks                                      [0]                [1][2]
     dropped chunks                 [0][1][2][3]      [4][5][6]          [7][8]
+
+V lies the same way. A checkpoint that prunes V has it rotated, best directions first, so a head keeps its
+first ones and their order is V's own; where V is whole, a head's D channels are one chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,11 +32,16 @@ class ChunkLayout:
         widths: Kept channels per KV head.
         head_dim: Channels of a key before pruning, D.
         chunk_size: Channels of a chunk, E.
+        value_widths: Kept channels of V per KV head, multiples of F, none where a head keeps no channel of K;
+            None: all that can be.
+        value_chunk_size: Channels of a chunk of V, F, which divide D; None: D.
     """
 
     widths: tuple[int, ...]
     head_dim: int
     chunk_size: int
+    value_widths: tuple[int, ...] | None = None
+    value_chunk_size: int | None = None
 
     @cached_property
     def kept_chunks(self) -> tuple[int, ...]:
@@ -62,13 +71,44 @@ class ChunkLayout:
         )
 
     @cached_property
+    def value_chunk(self) -> int:
+        """Channels of a chunk of V, F."""
+        return self.value_chunk_size or self.head_dim
+
+    @cached_property
+    def kept_values(self) -> tuple[int, ...]:
+        """Kept chunks of V of every head."""
+        widths = self.value_widths or [self.head_dim if width else 0 for width in self.widths]
+        return tuple(width // self.value_chunk for width in widths)
+
+    @cached_property
+    def dropped_values(self) -> tuple[int, ...]:
+        """Dropped chunks of V of every head."""
+        return tuple(self.head_dim // self.value_chunk - kept for kept in self.kept_values)
+
+    @cached_property
+    def kept_value_index(self) -> tuple[int, ...]:
+        """Which of all chunks of V `[H_kv * D / F]` are kept, C_values of them."""
+        per_head = self.head_dim // self.value_chunk
+        return tuple(
+            head * per_head + place for head, kept in enumerate(self.kept_values) for place in range(kept)
+        )
+
+    @cached_property
+    def dropped_value_index(self) -> tuple[int, ...]:
+        """Which of them are dropped, C_dropped_values of them."""
+        kept = set(self.kept_value_index)
+        total = len(self.widths) * self.head_dim // self.value_chunk
+        return tuple(chunk for chunk in range(total) if chunk not in kept)
+
+    @cached_property
     def value_heads(self) -> tuple[int, ...]:
-        """Heads that see pruned tokens, whose V is kept for every token."""
+        """Heads that see pruned tokens."""
         return tuple(head for head, width in enumerate(self.widths) if width)
 
     @cached_property
     def window_heads(self) -> tuple[int, ...]:
-        """Heads of width 0, whose V is kept in the window alone."""
+        """Heads of width 0, which see whole tokens alone."""
         return tuple(head for head, width in enumerate(self.widths) if not width)
 
     @cached_property
@@ -82,32 +122,26 @@ class ChunkLayout:
     def head_table(self) -> tuple[tuple[int, ...], ...]:
         """What the kernels know of every head, one row each, and a row of totals.
 
-        Columns: first kept chunk, kept chunks, row of `values` (-1 for width 0), first dropped chunk, dropped
-        chunks, row of `window_values` (-1 unless width 0), cost of a tile of pruned tokens, that cost summed
-        over earlier heads. The last row: kept chunks, 0, rows of `values`, dropped chunks, 0, rows of
-        `window_values`, cost of a tile of whole tokens, the summed cost of pruned tiles. Costs are bytes of K
-        and V in units of a chunk, plus one for what any tile costs.
+        Columns: first kept chunk, kept chunks, first kept chunk of V (-1 without any), first dropped chunk,
+        dropped chunks, first dropped chunk of V (-1 without any), cost of a tile of pruned tokens, that cost
+        summed over earlier heads, kept chunks of V, place among `value_heads` (-1 for width 0). The last row:
+        kept chunks, 0, kept chunks of V, dropped chunks, 0, dropped chunks of V, cost of a tile of whole
+        tokens, the summed cost of pruned tiles, 0, the number of `value_heads`. Costs are bytes of K and V in
+        units of a chunk, plus one for what any tile costs.
         """
-        value_cost = -(-self.head_dim // self.chunk_size)
         rows: list[tuple[int, ...]] = []
-        kept = dropped = value_row = window_row = cost = 0
-        for num_kept, num_dropped in zip(self.kept_chunks, self.dropped_chunks, strict=True):
-            tile = num_kept + value_cost + 1 if num_kept else 0
-            rows.append(
-                (
-                    kept,
-                    num_kept,
-                    value_row if num_kept else -1,
-                    dropped,
-                    num_dropped,
-                    -1 if num_kept else window_row,
-                    tile,
-                    cost,
-                )
-            )
+        kept = dropped = value = window_value = cost = place = 0
+        counts = (self.kept_chunks, self.dropped_chunks, self.kept_values, self.dropped_values)
+        for num_kept, num_dropped, num_values, num_window in zip(*counts, strict=True):
+            tile = num_kept + -(-num_values * self.value_chunk // self.chunk_size) + 1 if num_kept else 0
+            first_value, first_window = value if num_values else -1, window_value if num_window else -1
+            seeing = place if num_kept else -1
+            row = (kept, num_kept, first_value, dropped, num_dropped, first_window, tile, cost, num_values)
+            rows.append((*row, seeing))
             kept, dropped, cost = kept + num_kept, dropped + num_dropped, cost + tile
-            value_row, window_row = value_row + bool(num_kept), window_row + (not num_kept)
-        return (*rows, (kept, 0, value_row, dropped, 0, window_row, 2 * value_cost + 1, cost))
+            value, window_value, place = value + num_values, window_value + num_window, place + bool(num_kept)
+        whole = 2 * -(-self.head_dim // self.chunk_size) + 1
+        return (*rows, (kept, 0, value, dropped, 0, window_value, whole, cost, 0, place))
 
     def chunk_index(self, channel_order: torch.Tensor) -> torch.Tensor:
         """Say which channel every lane of every chunk holds.
@@ -150,10 +184,8 @@ def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
     return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
 
 
-def head_index(heads: tuple[int, ...], num_heads: int) -> Heads:
-    """Return what selects these heads of `num_heads`, without a copy where that is possible."""
-    if len(heads) == num_heads:
-        return slice(None)
+def head_index(heads: tuple[int, ...]) -> Heads:
+    """Return what selects these heads, without a copy where that is possible."""
     first = heads[0] if heads else 0
     if heads == tuple(range(first, first + len(heads))):
         return slice(first, first + len(heads))
@@ -191,3 +223,25 @@ def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:
     aligned = all(width % 32 == 0 for layer in widths for width in layer)
     largest = 32 if aligned and head_dim >= 64 else min(16, max(1, head_dim // 4))
     return next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)
+
+
+def choose_value_chunk(value_widths: Sequence[Sequence[int]] | None, head_dim: int) -> int:
+    """Choose one chunk size of V for all layers of a model: the largest that divides all widths.
+
+    One chunk a head says that V is whole: a head that drops some has two at least.
+
+    Args:
+        value_widths: Kept channels of V per layer and head; None: all.
+        head_dim: D.
+    """
+    if value_widths is None:
+        return head_dim
+    size = math.gcd(head_dim, *(width for layer in value_widths for width in layer))
+    return size if size < head_dim else head_dim // 2
+
+
+def choose_value_multiple(head_dim: int) -> int:
+    """Choose what kept channels of V are a multiple of, so that chunks are as large as kernels want them."""
+    if head_dim >= 64 and head_dim % 32 == 0:
+        return 32
+    return math.gcd(head_dim, max(1, head_dim // 4))

@@ -29,9 +29,9 @@ class CacheMemory:
 
     Attributes:
         kept_keys: Kept channels of all tokens.
-        kept_values: V of heads that see pruned tokens, all tokens.
+        kept_values: Kept channels of V of all tokens.
         window_keys: Dropped channels of sink and recent tokens.
-        window_values: V of heads of width 0, sink and recent tokens.
+        window_values: Dropped channels of V of sink and recent tokens.
         pending_keys: Whole K that waits to be split (`prune="deferred"`).
         pending_values: Whole V that waits to be split.
         other_keys: K of layers that are not pruned.

@@ -144,10 +144,11 @@ class LeanKMixin:
         Raises:
             ValueError: If it is not: an adapter of the original would change other heads.
         """
-        if not fits_heads(peft_model_id, self.config.leank["head_permutation"]):
+        if not fits_heads(peft_model_id, self.config.leank):
             raise ValueError(
-                "load_adapter: KV heads are in another order than in the model that an adapter was made for; "
-                "convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and load NEW"
+                "load_adapter: KV heads are in another order, or V in another basis, than in the model that "
+                "an adapter was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "
+                "CHECKPOINT -o NEW`, and load NEW"
             )
         return super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
 

@@ -15,7 +15,7 @@ from .layout_leank import ChunkLayout, gather_lanes, head_index
 from .pages_leank import PageList
 from .parts_leank import load_part
 from .step_leank import StoredView
-from .stored_leank import StoreTensors
+from .stored_leank import StoreTensors, value_index
 
 
 def decode_attention(
@@ -74,7 +74,7 @@ def decode_attention(
     )
     window_scores = window_scores.masked_fill(hidden_places, 0)
     if layout.num_dropped_chunks and layout.value_heads:
-        share = window_scores[:, head_index(layout.value_heads, num_kv_heads)]
+        share = window_scores[:, head_index(layout.value_heads)]
         scores.scatter_add_(3, view.place_tokens.expand_as(share), share)
     lowest = torch.finfo(dtype).min
     scores = scores.masked_fill(hidden_tokens, lowest)
@@ -82,14 +82,14 @@ def decode_attention(
     if sinks is not None:
         sinks = load_part("sinks").sinks_beside(query, sinks, store.key_mean, softmax_scale)
         sinks = sinks.expand(batch_size, -1, num_queries).reshape(batch_size, num_kv_heads, -1)
-    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, sinks)
+    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, hidden_places, sinks)
     if store.value_scale is not None:
         attended = attended * store.value_scale[:, :, None]
     return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
 
 
 def _pages(store: StoreTensors, name: str, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
-    """Take pages of a pool `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
+    """Take pages of a pool `[N, chunks, P, E or F]`, as they lie if they lie in order."""
     pages = listed.pages
     if pages is None:
         return store.read(name, lambda pool: pool[: listed.count]).to(dtype)
@@ -113,11 +113,17 @@ def _page_scores(
     return _by_row(scores, listed, query.shape[0]).permute(0, 2, 3, 1, 4).flatten(3)
 
 
-def _weigh(weights: torch.Tensor, values: torch.Tensor, listed: PageList) -> torch.Tensor:
-    """Weigh pages `[N, heads, P, D]` by `[B, heads, G * Q, n * P]`: `[B, heads, G * Q, D]`."""
+def _weigh(
+    weights: torch.Tensor, values: torch.Tensor, listed: PageList, heads: tuple[int, ...]
+) -> torch.Tensor:
+    """Weigh pages `[N, chunks, P, F]` by what each chunk's head `[B, H, G * Q, n * P]` gives tokens.
+
+    Returns:
+        `[B, chunks, G * Q, F]`.
+    """
     batch_size, num_heads, num_queries, _ = weights.shape
     paged = weights.view(batch_size, num_heads, num_queries, -1, values.shape[2])
-    paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)[:, head_index(heads)]
     if listed.rows is None or listed.numbers is None:
         return _by_row(paged @ values, listed, batch_size).sum(1)
     parts = paged.index_select(0, listed.numbers) @ values
@@ -160,28 +166,29 @@ def _attend_regions(
     stored_v: torch.Tensor,
     window_scores: torch.Tensor,
     window_v: torch.Tensor,
+    hidden_places: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * Q, D]`."""
-    num_heads = len(layout.widths)
-    parts = []
-    for heads, part_scores, part_v, listed in (
-        (layout.value_heads, scores, stored_v, view.kept),
-        (layout.window_heads, window_scores, window_v, view.window),
-    ):
-        if heads:
-            select = head_index(heads, num_heads)
-            if part_scores is window_scores:
-                part_scores = part_scores[:, select]
-            weights = _softmax(part_scores, None if sinks is None else sinks[:, select])
-            parts.append((select, _weigh(weights, part_v, listed)))
-    if len(parts) == 1:
-        return parts[0][1]
-    sample = parts[0][1]
-    out = sample.new_zeros(sample.shape[0], num_heads, *sample.shape[2:])
-    for select, part in parts:
-        out[:, select] = part
-    return out
+    """Softmax and weigh V by what each head sees `[B, H_kv, G * Q, D]`: all tokens, or whole ones alone."""
+    num_heads, per_head = len(layout.widths), layout.head_dim // layout.value_chunk
+    seeing, narrow = head_index(layout.value_heads), head_index(layout.window_heads)
+    batch_size, _, num_queries, _ = window_scores.shape
+    out = stored_v.new_zeros(batch_size, num_heads * per_head, num_queries, layout.value_chunk)
+    if layout.value_heads:
+        weights = _softmax(scores, None if sinks is None else sinks[:, seeing])
+    if layout.kept_value_index:
+        places = tuple(layout.value_heads.index(chunk // per_head) for chunk in layout.kept_value_index)
+        out[:, value_index("values", layout)] = _weigh(weights, stored_v, view.kept, places)
+    if layout.dropped_value_index:
+        beside = None if sinks is None else sinks[:, narrow]
+        of_window = torch.zeros_like(window_scores)
+        of_window[:, narrow] = _softmax(window_scores[:, narrow], beside)
+        if layout.value_heads and layout.value_widths is not None:
+            share = view.place_tokens.expand(*weights.shape[:3], -1)
+            of_window[:, seeing] = weights.gather(3, share).masked_fill(hidden_places, 0)
+        heads = tuple(chunk // per_head for chunk in layout.dropped_value_index)
+        out[:, value_index("window_values", layout)] = _weigh(of_window, window_v, view.window, heads)
+    return out.view(batch_size, num_heads, per_head, num_queries, -1).transpose(2, 3).flatten(3)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

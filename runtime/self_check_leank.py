@@ -87,7 +87,9 @@ def _make_step(key: KernelKey, num_columns: int, random: _Random) -> _Step:
     half = key.head_dim // 2 // key.chunk_size * key.chunk_size
     widths = (0, key.chunk_size - spare, half + spare, key.head_dim)
     mask = torch.arange(key.head_dim).flip(0) < torch.tensor(widths)[:, None]
-    layout = ChunkLayout(widths, key.head_dim, key.chunk_size)
+    chunk, kept = key.value_chunk, key.head_dim // key.value_chunk // 2 * key.value_chunk
+    value_widths = None if chunk == key.head_dim else (0, 0, kept, key.head_dim)
+    layout = ChunkLayout(widths, key.head_dim, key.chunk_size, value_widths, chunk)
     index = layout.chunk_index(order_channels(mask[None])).to(key.device)
     rows = RowState(_SINK_SIZE, _RECENT_SIZE, _FLUSH_SIZE, "eager")
     num_rows, num_prompt, size = len(_LENGTHS), max(_LENGTHS), (len(widths), key.head_dim)

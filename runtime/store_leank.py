@@ -30,9 +30,9 @@ class ChunkStore:
         layout: How the channels are cut into chunks.
         tables: Pages of the rows in the four pools.
         kept_keys: As in `StoreTensors`, like the next five.
-        values: V of heads that see pruned tokens.
+        values: Kept channels of V.
         window_keys: Dropped channels.
-        window_values: V of heads of width 0.
+        window_values: Dropped channels of V.
         chunk_index: Channel of every lane.
         head_table: Where every head's chunks lie.
         constants: What keys and values are stored by.
@@ -73,9 +73,9 @@ class ChunkStore:
         self.codecs = make_codecs(kv_dtype, dtype, layout, device)
         sizes = {
             "kept_keys": (layout.num_kept_chunks, layout.chunk_size),
-            "values": (len(layout.value_heads), layout.head_dim),
+            "values": (len(layout.kept_value_index), layout.value_chunk),
             "window_keys": (layout.num_dropped_chunks, layout.chunk_size),
-            "window_values": (len(layout.window_heads), layout.head_dim),
+            "window_values": (len(layout.dropped_value_index), layout.value_chunk),
         }
         self.kept_keys: torch.Tensor
         self.values: torch.Tensor
@@ -236,7 +236,7 @@ class ChunkStore:
         """Count bytes, given the tokens of all rows, and those among them in sink or recent."""
         layout = self.layout
         all_channels, num_kept = len(layout.widths) * layout.head_dim, sum(layout.widths)
-        num_values = len(layout.value_heads) * layout.head_dim
+        num_values = len(layout.kept_value_index) * layout.value_chunk
 
         def region(name: str, tokens: int, channels: int) -> RegionBytes:
             parts = (part for part in (name, name + _BESIDE) if hasattr(self, part))

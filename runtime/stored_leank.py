@@ -11,7 +11,7 @@ import torch
 from .codec_leank import Codec
 from .constants_leank import Constants, centre
 from .fp8_leank import as_bytes, reread
-from .layout_leank import ChunkLayout, gather_lanes, head_index
+from .layout_leank import ChunkLayout, Heads, gather_lanes, head_index
 
 POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
 """Pools of all tokens, and those of the window; of each the first is of chunks of keys."""
@@ -21,14 +21,14 @@ class StoreTensors(NamedTuple):
     """The memory of one layer and what says how to read it, as append and attention take them.
 
     A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
-    and V lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used
-    again. The first dimension of the four pools may be strided.
+    lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used again.
+    The first dimension of the four pools may be strided.
 
     Attributes:
         kept_keys: Kept channels of every token `[pages, C, P, E]`.
-        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        values: Kept channels of V of every token `[pages, C_values, P, F]`.
         window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
-        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
+        window_values: Dropped channels of V `[window_pages, C_dropped_values, P_window, F]`.
         chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
         head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
         page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
@@ -106,8 +106,8 @@ class StoreTensors(NamedTuple):
             gather = codec.gather if layout.has_padded_lanes else gather_lanes
             numbers = gather(codec.round(centre(states, key_mean), scales[0]).flatten(2), index)
         else:
-            heads = layout.value_heads if name == "values" else layout.window_heads
-            numbers = codec.round(states, scales[1])[:, :, head_index(heads, len(layout.widths))]
+            chunks = codec.round(states, scales[1]).unflatten(3, (-1, layout.value_chunk)).flatten(2, 3)
+            numbers = chunks[:, :, value_index(name, layout)]
         return zip(parts, codec.pack(numbers), strict=True)
 
     def write(
@@ -166,6 +166,12 @@ class StoreTensors(NamedTuple):
         return self._replace(**changed)
 
 
+def value_index(name: str, layout: ChunkLayout) -> Heads:
+    """Return what selects a pool's chunks of V among all, `[H_kv * D / F]`."""
+    chunks = layout.kept_value_index if name == "values" else layout.dropped_value_index
+    return head_index(chunks)
+
+
 class StoredRow:
     """One row of a store, to be read densely.
 
@@ -204,7 +210,7 @@ class StoredRow:
         return keys, values
 
     def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what some heads see: K, zeros where channels are pruned, and V.
+        """Return what some heads see of K and V, zeros where channels are pruned.
 
         Args:
             heads: The layout's `value_heads`, which see all tokens, or its `window_heads`, which see whole
@@ -215,7 +221,7 @@ class StoredRow:
             Each `[tokens, heads, D]`.
         """
         layout, see_all = self.layout, heads is self.layout.value_heads
-        select = head_index(heads, len(layout.widths))
+        select = head_index(heads)
         num_tokens = self.length if see_all else len(self.whole)
         num_channels = len(layout.widths) * layout.head_dim
         size = (num_tokens, num_channels + layout.has_padded_lanes)  # the last takes lanes of padding
@@ -224,7 +230,15 @@ class StoredRow:
             self._put(keys, "kept_keys")
         self._put(keys, "window_keys", self.whole if see_all else None)
         keys = keys[:, :num_channels].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
-        values = self._take("values" if see_all else "window_values").to(dtype)
+        size = (num_tokens, num_channels // layout.value_chunk, layout.value_chunk)
+        values = self.store.values.new_zeros(size, dtype=dtype)
+        if see_all and layout.kept_value_index:
+            values[:, value_index("values", layout)] = self._take("values").to(dtype)
+        if layout.dropped_value_index:
+            tokens = self.whole if see_all else torch.arange(num_tokens, device=values.device)
+            chunks = torch.tensor(layout.dropped_value_index, device=values.device)
+            values[tokens[:, None], chunks] = self._take("window_values").to(dtype)
+        values = values.view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
         for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
             if scale is not None:
                 states.mul_(self._own(scale)[select])

@@ -141,7 +141,8 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
     return {
         "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
         "widths": [layer.layout.widths for layer in cache.pruned_layers],
-        "chunk sizes": [layer.layout.chunk_size for layer in cache.pruned_layers],
+        "widths of V": [layer.layout.value_widths for layer in cache.pruned_layers],
+        "chunk sizes": [(layer.layout.chunk_size, layer.layout.value_chunk) for layer in cache.pruned_layers],
         "dtypes": [layer.dtype for layer in cache.pruned_layers],
         "kv_dtype": cache.kv_dtype,
         "devices": [layer.device for layer in cache.pruned_layers],

@@ -141,7 +141,7 @@ def with_new(
     for heads in (layout.value_heads, layout.window_heads):
         if not heads:
             continue
-        select = head_index(heads, len(layout.widths))
+        select = head_index(heads)
         num_stored = cached[0].length if heads is layout.value_heads else len(cached[0].whole)
         added = [states[:, select].transpose(1, 2) for states in (new_keys, new_values)]
         size = (len(cached), num_stored + new_keys.shape[2], *added[0].shape[2:])

@@ -1,13 +1,17 @@
 """What tests of many rooms ask: a command's outcome, a checkpoint's failed checks, a model folder's facts."""
 
+from dataclasses import replace
+
+import torch
 from click.testing import CliRunner
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import DIGESTS_NAME
+from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
 from leank_convert.cli import main
 from leank_convert.digests import write_digests
 from leank_convert.files import read_json
-from leank_convert.mask import MaskProvenance
+from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.value_weights import digest_values
 from leank_convert.verify import verify_checkpoint
 
 
@@ -52,3 +56,22 @@ def provenance_of(folder, model=None, **changes):
     """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
     given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}
     return MaskProvenance.for_model(model or folder.name, facts_of(folder), **given)
+
+
+def prune_values(mask, folder, **changes):
+    """A mask of a model's folder that prunes V, too: a random basis, widths from 0 to all."""
+    facts = facts_of(folder)
+    head_dim, sees = facts.head_dim, mask.channel_mask.any(-1)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(*facts.mask_shape, head_dim, dtype=torch.float64, generator=generator)
+    quarters = torch.randint(0, 5, sees.shape, generator=generator)
+    known = mask.provenance or provenance_of(folder)
+    digest = digest_values(open_checkpoint(folder), facts)
+    return replace(
+        mask,
+        value_basis=torch.linalg.qr(noise)[0].float().contiguous(),
+        value_widths=(quarters * sees * (head_dim // 4)).int(),
+        provenance=replace(
+            known, value_weights=digest, value_tokens=4321, value_pruning_ratio_asked=0.5, **changes
+        ),
+    )

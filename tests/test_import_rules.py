@@ -41,7 +41,7 @@ RANKS = [
         "masks",
     },
     {"hub", "tokenizer", "recipe_choice"},
-    {"mask", "mask_metadata", "mask_tensor", "mask_listing", "kv_scales"},
+    {"mask", "mask_metadata", "mask_provenance", "mask_tensor", "mask_listing", "kv_scales", "value_weights"},
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
@@ -94,7 +94,7 @@ WITHOUT_TORCH = [
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
 # never imports the toolkit. An engine runs no checkpoint's code, and a model that is pruned in memory has
 # none: the plugin and `prune_model` take the whole runtime.
-PURE_RUNTIME = {"configuration_leank", "fp8_leank", "tools", "windows_leank"}
+PURE_RUNTIME = {"configuration_leank", "fp8_leank", "layout_leank", "tools", "windows_leank"}
 IMPORTS_RUNTIME = {"vllm", "prune"}
 RUNTIME_LIBRARIES = {"torch", "transformers", "safetensors"}  # the last comes with transformers
 # May be absent; transformers asks for whatever remote code imports outside `try`.
@@ -102,7 +102,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 27_590, "runtime": 9_140, "tests": 29_317, "bin": 7_260}
+BUDGETS = {"leank_convert": 28_590, "runtime": 9_450, "tests": 30_170, "bin": 7_310}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

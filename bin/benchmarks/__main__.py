@@ -34,6 +34,12 @@ _DTYPE = click.option(
     help="Of weights, keys and values.",
 )
 _KV_DTYPE = click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of our caches. Default: as --dtype.")
+_VALUES = click.option(
+    "--values",
+    type=FiniteRange(0, 1),
+    metavar="PART",
+    help="Of V that heads keep of pruned tokens, in halves of a head, such as 0.5. Default: all.",
+)
 _COUNT = click.IntRange(1, MAX_COUNT)
 _GIGABYTES = FiniteRange(0, 1e6, min_open=True)
 
@@ -93,7 +99,11 @@ def _command(
     def decorate(described: Callable[[], None]) -> click.Command:
         @functools.wraps(described)
         def run(
-            mask: str | None = None, geometry: str | None = None, kv_dtype: str | None = None, **chosen: Any
+            mask: str | None = None,
+            geometry: str | None = None,
+            kv_dtype: str | None = None,
+            values: float | None = None,
+            **chosen: Any,
         ) -> None:
             if kv_dtype is not None and chosen["dtype"] == "float32":
                 # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
@@ -107,10 +117,10 @@ def _command(
                 where = {"device": device, "dtype": chosen.pop("dtype"), "kv_dtype": kv_dtype}
                 if device.type == "cpu" and not mask:  # there, a real model's shape has to be asked for
                     geometry = geometry or TOY
-            setup = choose_setup(mask, geometry, **where)
+            setup = choose_setup(mask, geometry, values=values, **where)
             is_toy = setup.is_toy if where else geometry == TOY
-            for name, values in defaults.items():
-                chosen[name] = chosen[name] or values[is_toy]
+            for name, usual in defaults.items():
+                chosen[name] = chosen[name] or usual[is_toy]
             measure = getattr(import_module(f"bin.benchmarks.{module}"), f"benchmark_{described.__name__}")
             with out_of_memory(*TOO_LARGE):
                 document = measure(setup, **chosen)
@@ -144,6 +154,7 @@ _SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
         help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
         "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here.",
     ),
+    _VALUES,
     _rounds("21, on the CPU 3"),
     shared=_SHARED,
     cases=([(64, 32768)], [(2, 64)]),
@@ -174,6 +185,7 @@ def kernel() -> None:
         metavar="N",
         help="Also time our step with so many drafted tokens to verify, 1 to 31.",
     ),
+    _VALUES,
     _rounds("3"),
     shared=_SHARED,
     # Batches and lengths at which a decode step is bound by weights, by the cache, or by both.

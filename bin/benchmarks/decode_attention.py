@@ -68,12 +68,19 @@ class AttentionTruth:
 
 
 def attend_exactly(
-    query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    channel_mask: Tensor,
+    sink_size: int,
+    pruned: int,
+    value_widths: Sequence[int] | None = None,
 ) -> AttentionTruth:
     """Work out attention over a pruned cache from dense keys and values, in higher precision.
 
     Query is `[B, H, d, D]`, of the last d tokens, keys and values `[B, H_kv, S, D]`, the mask of kept
-    channels `[H_kv, D]`; so many tokens behind the sink are `pruned`.
+    channels `[H_kv, D]`; so many tokens behind the sink are `pruned`. Of V heads keep their first
+    `value_widths` channels, None for all.
     """
     # First and last row are always among them.
     count = min(query.shape[0], _MAX_CHECKED_ROWS)
@@ -81,16 +88,22 @@ def attend_exactly(
     exact, own = [], []
     for row in rows.tolist():
         q, k, v = (tensor[row : row + 1] for tensor in (query, keys, values))
-        own.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
+        own.append(attend_row(q, k, v, channel_mask, sink_size, pruned, value_widths))
         q, k, v = (tensor.to(EXACT[query.dtype]) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.MATH):
-            exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
+            exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned, value_widths))
     output = torch.cat(exact)
     return AttentionTruth(rows, output, relative_error(torch.cat(own), output))
 
 
 def attend_row(
-    query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    channel_mask: Tensor,
+    sink_size: int,
+    pruned: int,
+    value_widths: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of one row, heads that see pruned tokens and heads that do not apart."""
     queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G * d, D]: queries are rows
@@ -100,10 +113,13 @@ def attend_row(
     seeing = channel_mask.any(-1)
     blind = ~seeing
     if seeing.any():
-        cut = keys[:, seeing]
+        cut, cut_values = keys[:, seeing], values[:, seeing]
         cut[:, :, sink_size:stop] *= channel_mask[seeing][None, :, None]
+        if value_widths is not None:
+            stays = torch.arange(out.shape[-1]) < torch.tensor(value_widths)[:, None]
+            cut_values[:, :, sink_size:stop] *= stays.to(out.device)[seeing][None, :, None]
         out[:, seeing] = functional.scaled_dot_product_attention(
-            queries[:, seeing], cut, values[:, seeing], causal_mask(num_new, cut, per_head)
+            queries[:, seeing], cut, cut_values, causal_mask(num_new, cut, per_head)
         )
     if blind.any():
         window = [
@@ -134,21 +150,28 @@ def pruned_length(num_tokens: int, windows: Windows, num_new: int = 1) -> int:
 
 
 def count_attention_bytes(
-    widths: Sequence[int], head_dim: int, chunk_size: int, tokens: int, pruned: int, element_bytes: int
+    widths: Sequence[int],
+    head_dim: int,
+    chunk_size: int,
+    tokens: int,
+    pruned: int,
+    element_bytes: int,
+    value_widths: Sequence[int] | None = None,
 ) -> dict[str, int]:
     """Count what decode attention of a layer has to read, each byte once, by the cache's regions.
 
-    Of all rows' `tokens` so many are `pruned`. What is read of a head is padded to chunks of channels.
+    Of all rows' `tokens` so many are `pruned`. What is read of a head is padded to chunks of channels. Of V
+    pruned tokens have `value_widths`, None for all in heads that see them.
     """
     whole = tokens - pruned
     kept = sum(-(-width // chunk_size) for width in widths) * chunk_size
     dropped = sum(-(-(head_dim - width) // chunk_size) for width in widths) * chunk_size
-    num_seeing = sum(width > 0 for width in widths)
+    kept_values = sum(value_widths or (head_dim if width else 0 for width in widths))
     return {
         "kept_keys": tokens * kept * element_bytes,
-        "kept_values": tokens * num_seeing * head_dim * element_bytes,
+        "kept_values": tokens * kept_values * element_bytes,
         "window_keys": whole * dropped * element_bytes,
-        "window_values": whole * (len(widths) - num_seeing) * head_dim * element_bytes,
+        "window_values": whole * (len(widths) * head_dim - kept_values) * element_bytes,
     }
 
 

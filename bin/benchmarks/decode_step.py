@@ -42,8 +42,8 @@ def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int)
     tokens = batch_size * num_tokens, batch_size * pruned
     # A chunk is one channel: what a kernel pads is its own affair.
     cached = (
-        count_attention_bytes(widths, head_dim, 1, *tokens, setup.stored_bytes)
-        for widths in setup.layout.widths
+        count_attention_bytes(widths, head_dim, 1, *tokens, setup.stored_bytes, values)
+        for widths, values in zip(setup.layout.widths, setup.value_widths, strict=True)
     )
     return {
         "weights": sum(weight.nbytes for weight in read),

@@ -187,9 +187,11 @@ class _Bench:
         widths, pruned = side.layout.widths[layer], pruned_length(num_tokens, side.windows, query.shape[2])
         chunk_size = model.build_cache().layers[layer].layout.chunk_size
         tokens = batch_size * num_tokens, batch_size * pruned
-        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes)
+        kept_values = side.value_widths[layer]
+        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes, kept_values)
         filled, mask = FilledLayer(model, layer, *states), side.channel_masks[layer].to(query.device)
-        truth = attend_exactly(query, *filled.as_stored(keys, values), mask, side.windows.sink_size, pruned)
+        stored, sink_size = filled.as_stored(keys, values), side.windows.sink_size
+        truth = attend_exactly(query, *stored, mask, sink_size, pruned, kept_values)
 
         def prepare() -> Attend:
             return FilledLayer(model, layer, *states).attend

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
 from leank_convert.kv_scales import describe_cache
-from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.mask import ChannelMask, load_mask, resolve_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows
@@ -48,6 +50,7 @@ class Setup:
     """What is measured, and where: a mask in the original head order, its origin, and a shape that it fits.
 
     `dtype` is that of weights, keys and values, `kv_dtype` that of our caches where it is another one.
+    `values` is the part of V that heads which see pruned tokens keep of these, None for all.
     """
 
     geometry: Geometry
@@ -57,6 +60,7 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: str | None = None
+    values: float | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -86,9 +90,22 @@ class Setup:
             for layer, permutation in enumerate(self.layout.head_permutation)
         ]
 
+    @property
+    def value_widths(self) -> Sequence[list[int] | None]:
+        """Kept channels of V of every layer's heads, none, half or all, in checkpoint order; None for all."""
+        if self.values is None:
+            return [None] * len(self.layout.widths)
+        half, kept = self.geometry.facts.head_dim // 2, []
+        for widths in self.layout.widths:
+            wanted = itertools.accumulate(2 * self.values * bool(width) for width in widths)
+            ends = [0, *(int(halves + 1e-6) for halves in wanted)]
+            kept.append([half * (end - start) for start, end in itertools.pairwise(ends)])
+        return kept
+
     def keeping_all(self) -> Setup:
         """The same with a mask that keeps all channels."""
-        return replace(self, mask=ChannelMask(torch.ones_like(self.mask.channel_mask)), origin="all channels")
+        mask = ChannelMask(torch.ones_like(self.mask.channel_mask))
+        return replace(self, mask=mask, origin="all channels", values=None)
 
     def in_own_dtype(self) -> Setup:
         """The same with our caches in the dtype of weights."""
@@ -100,7 +117,8 @@ class Setup:
         shape = {key: getattr(self.geometry.facts, key) for key in keys}
         mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
         stored = {"kv_dtype": self.kv_dtype} if self.kv_dtype else {}
-        return {"geometry": self.geometry.name, **shape, **mask, **self.windows.sizes, **stored}
+        values = {} if self.values is None else {"values": self.values}
+        return {"geometry": self.geometry.name, **shape, **mask, **self.windows.sizes, **stored, **values}
 
 
 def choose_setup(
@@ -109,6 +127,7 @@ def choose_setup(
     device: torch.device = _CPU,
     dtype: str = "float32",
     kv_dtype: str | None = None,
+    values: float | None = None,
 ) -> Setup:
     """Put together what to measure.
 
@@ -126,7 +145,7 @@ def choose_setup(
         shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
     known: Any = made.provenance or shape.windows  # those that the mask was learned with
     sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
-    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype)
+    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype, values)
 
 
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
@@ -186,6 +205,8 @@ def _leank_config(setup: Setup) -> dict[str, Any]:
     )
     cache = describe_cache(setup.kv_dtype, None)
     leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {}, cache)
+    if setup.values is not None:
+        leank = {**leank, "value_widths": setup.value_widths}
     return build_config({**setup.geometry.config, "dtype": setup.dtype_name}, facts.architecture, leank, {})
 
 

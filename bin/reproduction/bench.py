@@ -21,14 +21,8 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.hub import resolve_model
-from leank_convert.mask import (
-    MASK_FILE_NAME,
-    ChannelMask,
-    MaskProvenance,
-    all_channels_mask,
-    load_mask,
-    save_mask,
-)
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, save_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_model
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import measure_cache

@@ -28,7 +28,7 @@ from leank_convert.evaluate.comparison import used_bytes
 from leank_convert.files import read_json, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name
-from leank_convert.mask import package_versions
+from leank_convert.mask_provenance import package_versions
 
 REPORT_NAME = "tables.md"
 

@@ -15,6 +15,7 @@ from leank_convert.cli.options import (
     out_option,
     overwrite_option,
     text_model_option,
+    value_ratio_option,
 )
 
 
@@ -29,6 +30,7 @@ from leank_convert.cli.options import (
     is_flag=True,
     help="Centre keys: measure their mean on the recipe's data, where the mask has none. --kv-dtype does so.",
 )
+@value_ratio_option
 @click.option(
     "--adapter",
     metavar="LORA",
@@ -47,6 +49,7 @@ def export(
     mask_path: str | None,
     kv_dtype: str | None,
     key_mean: bool,
+    value_pruning_ratio: float | None,
     adapter: str | None,
     force: bool,
     device: str | None,
@@ -62,21 +65,25 @@ def export(
     config.json names one.
     """
     check_hub_options(base_model, repo_id, private)
-    options = check_choices(model, out, mask_path, base_model=base_model, **choices)
+    measures = kv_dtype is not None or key_mean or value_pruning_ratio is not None
+    options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
     if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
         from leank_convert.export.adapter import check_adapter, convert_adapter
 
         check_adapter(adapter, out / "adapter")
-    if kv_dtype is not None or key_mean:
+    if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
 
-        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, force=force, **options)
+        options |= {"key_mean": key_mean, "value_pruning_ratio": value_pruning_ratio, "force": force}
+        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
     else:
         if device is not None:
-            raise click.UsageError("--device goes with --kv-dtype and --key-mean, which measure there")
+            raise click.UsageError(
+                "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio, which measure there"
+            )
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
@@ -132,19 +139,23 @@ def check_choices(
     recipe_name: str | None,
     overrides: tuple[str, ...],
     no_text_model: bool,
+    measures: bool = False,
     **choices: Any,
 ) -> dict[str, Any]:
-    """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found."""
+    """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found.
+
+    An export that measures something does so on the recipe's data.
+    """
     check_text_model(model, no_text_model)
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
+    read = ("windows", "mask", "model", "data") if measures else ("windows", "mask", "model")
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key.split(".")[0] not in ("windows", "mask", "model"):
-            raise click.UsageError(
-                f"--set {key} has no effect: export reads `windows`, `mask` and `model` alone"
-            )
+        if key.split(".")[0] not in read:
+            known = ", ".join(f"`{name}`" for name in read)
+            raise click.UsageError(f"--set {key} has no effect: this export reads {known} alone")
     recipe = None
     if recipe_name or overrides:
         from leank_convert.recipe_choice import require_recipe

@@ -142,6 +142,14 @@ def kv_dtype_option(command: _Command) -> _Command:
     )(command)
 
 
+value_ratio_option = click.option(
+    "--value-pruning-ratio",
+    type=FiniteRange(0, 1, max_open=True),
+    help="Share of V's channels that pruned tokens lose, in a basis that is measured on the recipe's data "
+    "and folded into the weights. Default: V as it is, or as the mask says.",
+)
+
+
 def text_model_option(command: _Command) -> _Command:
     """`--no-text-model`."""
     return click.option(

@@ -25,6 +25,7 @@ from leank_convert.cli.options import (
     results_option,
     set_option,
     text_model_option,
+    value_ratio_option,
     window_options,
 )
 
@@ -42,6 +43,7 @@ from leank_convert.cli.options import (
     multiple=True,
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
+@value_ratio_option
 @window_options
 @kv_dtype_option
 @click.option("--seed", type=SEED, help="Seed of the samples, and of a random mask.")

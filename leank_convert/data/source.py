@@ -14,6 +14,8 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.drafts import draw_draft, fit
@@ -33,6 +35,7 @@ from leank_convert.recipe import DataSection
 _NUM_DRAWS = 64
 # In the same way, `check` wants a document with enough questions among fewer than `draw` goes through.
 _NUM_CHECKED_DOCUMENTS, _NUM_DOCUMENTS = 32, 1000
+_LETTERS_OF_TOKEN = 8  # more than any tokenizer's have on average
 # As many characters as the longest sample has, or nearly, and no more than a second takes.
 _MAX_LONG_WORDS = 2**18
 
@@ -81,6 +84,28 @@ class SampleSource:
             except _NoRoomError:
                 continue
         return self._draw(task, rng, budget)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the recipe names running text."""
+        return self.data.haystack.source is not None
+
+    def draw_text(self, index: int) -> Tensor:
+        """Draw running text alone from a random place of what the recipe names, as long as a sample: ids [N].
+
+        Raises:
+            LeanKError: If it cannot be read.
+        """
+        rng = random.Random(f"{self.seed}/text/{index}")
+        length = rng.randint(self.data.min_length, self.data.max_length)
+        sentences, size = [], 0
+        for sentence in self.haystack.read(rng):
+            sentences.append(sentence)
+            size += len(sentence)
+            if size > _LETTERS_OF_TOKEN * length:
+                break
+        encoded = self.tokenizer(" ".join(sentences), truncation=True, max_length=length)
+        return torch.tensor(encoded["input_ids"])
 
     def check(self) -> None:
         """Draw every task at the shortest length, so that a recipe without room is refused before it runs.

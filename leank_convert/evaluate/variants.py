@@ -86,6 +86,7 @@ class Masked:
     Attributes:
         name: What its column is called.
         channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
+        prune_values: Whether V that the checkpoint prunes is pruned.
         windows: Tokens that stay whole, None for the checkpoint's.
         kv_dtype: What keys and values are stored in, None for the checkpoint's.
         constants: In place of those of the checkpoint, by the runtime's names for them (`key_mean`, of FP8
@@ -98,6 +99,7 @@ class Masked:
     query_window: int = 0
     kv_dtype: str | None = None
     constants: Mapping[str, Tensor] | None = None
+    prune_values: bool = True
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with these channels."""
@@ -106,7 +108,7 @@ class Masked:
             cache.kv_dtype = self.kv_dtype
         if self.channel_masks is not None:
             for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
-                layer.set_channel_mask(mask.to(prefill.model.device))
+                layer.set_channel_mask(mask.to(prefill.model.device), prune_values=self.prune_values)
         if self.constants is not None:
             for place, layer in enumerate(cache.pruned_layers):
                 own = {name: constant[place][None].float() for name, constant in self.constants.items()}
@@ -198,7 +200,7 @@ def rounded_variant(
         key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; alone nothing does.
     """
     if alone:
-        return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype)
+        return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype, prune_values=False)
     constants = None if key_mean is None else {"key_mean": key_mean}
     return Masked(f"leank+{kv_dtype}", channel_masks, kv_dtype=kv_dtype, constants=constants)
 

@@ -5,7 +5,6 @@ Plan on headers alone, then stream shard by shard into a folder next to the targ
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -55,13 +54,7 @@ from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
 from leank_convert.leank_block import metadata_facts
-from leank_convert.mask import (
-    MASK_FILE_NAME,
-    ChannelMask,
-    MaskProvenance,
-    all_channels_mask,
-    save_mask,
-)
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, save_mask
 
 __all__ = ["check_exportable", "export_checkpoint", "write_export"]
 
@@ -159,8 +152,23 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    asked = {**locals(), "out": user_path(out)}
-    request = ExportRequest(**{field.name: asked[field.name] for field in dataclasses.fields(ExportRequest)})
+    request = ExportRequest(
+        model,
+        mask,
+        user_path(out),
+        pruning_ratio=pruning_ratio,
+        recipe=recipe,
+        overrides=overrides,
+        all_channels=all_channels,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        flush_size=flush_size,
+        prune=prune,
+        config_overrides=config_overrides,
+        base_model=base_model,
+        overwrite=overwrite,
+        mask_origin=mask_origin,
+    )
     export = resolve_export(request)
     return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
 
@@ -188,15 +196,10 @@ def write_export(
     """
     cache = describe_cache(kv_dtype, kv_scales)
     checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
-    mask, windows, out = choice.mask, choice.windows, export.request.out
+    mask, windows, out = export.named_mask, choice.windows, export.request.out
+    known = mask.provenance
+    assert known is not None
     plan = plan_export(checkpoint, mask, facts, kv_scales)
-    known = mask.provenance or MaskProvenance.for_model(
-        model_name(export.request.model),
-        facts,
-        method="all-channels" if mask.channel_mask.all() else "imported",
-        **windows.sizes,
-    )
-    mask = dataclasses.replace(mask, provenance=known)
     leank = build_leank_facts(mask, known, plan.layout, windows, choice.config_overrides, cache)
     try:
         with staged_folder(out, overwrite=export.request.overwrite) as partial:
@@ -271,7 +274,9 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
         known,
         facts,
         export.choice.windows,
-        count_cache_bytes(mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype")),
+        count_cache_bytes(
+            mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype"), mask.stored_values
+        ),
         element_bytes=element_bytes,
         tried=None if tried is None else tried.render(),
         leank=cache,

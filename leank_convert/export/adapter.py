@@ -1,7 +1,8 @@
 """LoRA adapters of an original model, for its checkpoint, whose KV heads are in another order.
 
 A LoRA adds B·A to a projection's weight. Rows of the weight are rows of B, and its columns are columns of A,
-so both move as the weight's do: the sum is the original's in the checkpoint's order, without a rounding.
+so both move as the weight's do: the sum is the original's in the checkpoint's order, without a rounding. A
+basis of V that is folded into the weights is folded into rows of B and columns of A, too.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import Tensor
+
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     ADAPTER_NAME,
     ADAPTER_WEIGHTS_NAME,
     CONFIG_NAME,
+    FLOAT_DTYPES,
     read_leank_config,
     read_leank_facts,
 )
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.plan import TensorEdit, plan_edit
+from leank_convert.export.plan import TensorEdit, bases_by_layer, plan_edit
 from leank_convert.export.stock_tensors import list_stock_tensors
-from leank_convert.files import read_json, sync_path, user_path, write_atomically
+from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
-from leank_convert.leank_block import read_block
+from leank_convert.leank_block import VALUE_WIDTHS_KEY, read_block
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 _MERGE = "merge it into the original model (`merge_and_unload`), then convert that with the checkpoint's mask"
@@ -46,7 +51,8 @@ _WHOLE = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path) -> Path:
     """Write a LoRA adapter of the original model as one of a checkpoint that was made from it.
 
-    DoRA's magnitudes, biases and whole modules that were trained beside it are converted, too.
+    DoRA's magnitudes, biases and whole modules that were trained beside it are converted, too. What adds to V
+    or to the output projection of a checkpoint that prunes V is rounded once.
 
     Args:
         adapter: The adapter's folder or hub id, with adapter_config.json and adapter_model.safetensors.
@@ -58,15 +64,20 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
 
     Raises:
         LeanKError: If the adapter is no LoRA, does not fit the model, was converted before or holds something
-            that has no order of heads known here; or if one cannot be read, or `out` not be written.
+            that has no order of heads known here, or DoRA's magnitudes of a V that is pruned; or if one
+            cannot be read, or `out` not be written.
     """
     out, origin = user_path(out), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
     settings, header = check_adapter(adapter, out)
-    edits = _plan(header, facts, leank["head_permutation"], str(origin / CONFIG_NAME))
-    order = json.dumps({"head_permutation": leank["head_permutation"]}, separators=(",", ":"))
+    basis = _load_basis(origin, leank) if VALUE_WIDTHS_KEY in leank else None
+    edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
+    made_for = {"head_permutation": leank["head_permutation"]}
+    if basis is not None:  # which is in that file
+        made_for["mask"] = leank["files"][MASK_FILE_NAME]
+    order = json.dumps(made_for, separators=(",", ":"))
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial,
@@ -120,21 +131,39 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _plan(
-    header: SafetensorsHeader, facts: ModelFacts, head_permutation: list[list[int]], origin: str
+    header: SafetensorsHeader,
+    facts: ModelFacts,
+    head_permutation: list[list[int]],
+    value_basis: Tensor | None,
+    origin: str,
 ) -> dict[str, TensorEdit]:
     """The adapter's tensors that move, by name."""
+    bases = bases_by_layer(facts, value_basis)
     orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
     shapes = list_stock_tensors(facts, origin=origin)
     edits = {}
     for tensor in header.tensors.values():
         match = _TENSOR.fullmatch(tensor.name)
         if match is not None:
-            edit = _plan_part(tensor, f"model.{match[1]}", match[2], facts, orders, shapes, header.path)
+            module, part = f"model.{match[1]}", match[2]
+            edit = _plan_part(tensor, module, part, facts, orders, bases, shapes, header.path)
             if edit is not None:
                 edits[tensor.name] = replace(edit, tensor=tensor.name)
         elif "self_attn" in tensor.name:
             raise _unknown(header.path, tensor)
     return edits
+
+
+def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
+    """The basis of V that is folded into a checkpoint's weights."""
+    path = checkpoint / MASK_FILE_NAME
+    basis = load_mask(path).value_basis
+    if basis is None or sha256_of(path) != leank["files"].get(MASK_FILE_NAME):
+        raise LeanKError(
+            f"`{path}` is not the mask of this checkpoint, whose basis of V is in its weights",
+            hint="copy or export the checkpoint again",
+        )
+    return basis
 
 
 def _plan_part(
@@ -143,6 +172,7 @@ def _plan_part(
     part: str,
     facts: ModelFacts,
     orders: Mapping[int, tuple[int, ...]],
+    bases: Mapping[int, tuple[Tensor, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     path: Path,
 ) -> TensorEdit | None:
@@ -157,9 +187,21 @@ def _plan_part(
             f"{list(shapes[weight])}: the adapter is another model's"
         )
     if part in _WHOLE:
-        return plan_edit(f"{module}.{part.removeprefix('base_layer.')}", tensor.shape, facts, orders)
-    edit = plan_edit(weight, shapes[weight], facts, orders)
-    return edit if edit is not None and edit.dim == dim else None
+        name, shape = f"{module}.{part.removeprefix('base_layer.')}", tensor.shape
+    else:
+        name, shape = weight, shapes[weight]
+    edit = plan_edit(name, shape, facts, orders, bases)
+    if edit is None or (part not in _WHOLE and edit.dim != dim):
+        return None
+    if edit.bases is not None and "magnitude" in part:
+        raise LeanKError(
+            f"`{path}`: tensor `{tensor.name}` holds DoRA's magnitudes of V's rows, and the checkpoint has V "
+            "in another basis, where rows have others",
+            hint=_MERGE,
+        )
+    if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
+        raise _unknown(path, tensor)
+    return edit
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:

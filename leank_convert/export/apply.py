@@ -1,8 +1,9 @@
 """Shard writer of an export: a plan's edits, one range of bytes at a time from the source.
 
 Rows of a permuted tensor are runs of bytes, so they are copied inside the kernel like everything else; only
-columns pass through memory, a few megabytes at a time. A thread of its own hashes the file right behind the
-writer, while the pages are still in memory. Peak memory depends on no size of the model.
+columns, and heads that a basis of V is folded into, pass through memory, a few megabytes at a time. A thread
+of its own hashes the file right behind the writer, while the pages are still in memory. Peak memory depends
+on no size of the model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from leank_convert.errors import LeanKError
+from leank_convert.export.fold import fold_bytes
 from leank_convert.export.plan import TensorEdit
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, encode_header
 
@@ -46,7 +48,20 @@ class _Columns:
     tensor: TensorInfo
     start: int
     runs: int
-    permutation: tuple[int, ...]
+    edit: TensorEdit
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A head's rows of V in a tensor of the source, which a basis is folded into."""
+
+    tensor: TensorInfo
+    start: int
+    stop: int
+    basis: Tensor
+
+
+_Piece = _Span | _Columns | _Rows
 
 
 class _Output:
@@ -102,7 +117,7 @@ def write_shard(
     Args:
         source: The source shard's header.
         path: The file to write.
-        edits: Permuted tensors by name, of any shard.
+        edits: Permuted and folded tensors by name, of any shard.
         metadata: The new file's `__metadata__`.
         hasher: Hashes what is written, in order: it has one thread.
         added: Tensors in float32 that follow the source's.
@@ -123,6 +138,9 @@ def write_shard(
             for piece in _merge(_split(source, edits)):
                 if isinstance(piece, _Span):
                     _copy_span(reader.fileno(), output, piece, source.path)
+                elif isinstance(piece, _Rows):
+                    rows = _read(reader.fileno(), piece.start, piece.stop - piece.start, source.path)
+                    output.write(fold_bytes(rows, piece.tensor.dtype, len(piece.basis), piece.basis, 0))
                 else:
                     _copy_columns(reader.fileno(), output, piece, source.path)
             for tensor in added.values():
@@ -133,22 +151,24 @@ def write_shard(
     return output.digest
 
 
-def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterator[_Span | _Columns]:
+def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterator[_Piece]:
     for tensor in source.tensors.values():
         start = source.data_start + tensor.start
         edit = edits.get(tensor.name)
         if edit is None:
             yield _Span(start, start + tensor.num_bytes)
-        elif (runs := edit.count_runs(tensor.shape)) > 1:
-            yield _Columns(tensor, start, runs, edit.permutation)
+        elif (runs := edit.count_runs(tensor.shape)) > 1 or (edit.bases and edit.dim):
+            yield _Columns(tensor, start, runs, edit)
         else:
             block = tensor.num_bytes // len(edit.permutation)
             for old in edit.permutation:
-                yield _Span(start + old * block, start + (old + 1) * block)
+                first, stop = start + old * block, start + (old + 1) * block
+                basis = None if edit.bases is None else edit.bases[old]
+                yield _Span(first, stop) if basis is None else _Rows(tensor, first, stop, basis)
 
 
-def _merge(pieces: Iterable[_Span | _Columns]) -> Iterator[_Span | _Columns]:
-    held: _Span | _Columns | None = None
+def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    held: _Piece | None = None
     for piece in pieces:
         if isinstance(held, _Span) and isinstance(piece, _Span) and held.stop == piece.start:
             held = _Span(held.start, piece.stop)
@@ -179,15 +199,21 @@ def _copy_span(reader: int, output: _Output, span: _Span, path: Path) -> None:
 
 
 def _copy_columns(reader: int, output: _Output, columns: _Columns, path: Path) -> None:
-    num_rows = columns.runs
+    num_rows, edit = columns.runs, columns.edit
     row_bytes = columns.tensor.num_bytes // num_rows
-    blocks = np.array(columns.permutation)
+    blocks = np.array(edit.permutation)
     rows_at_once = max(1, _BUFFER_BYTES // row_bytes)
     for first in range(0, num_rows, rows_at_once):
         rows = min(rows_at_once, num_rows - first)
         content = _read(reader, columns.start + first * row_bytes, rows * row_bytes, path)
         heads = np.frombuffer(content, dtype=np.uint8).reshape(rows, len(blocks), -1)
-        output.write(heads[:, blocks].tobytes())
+        moved = heads[:, blocks]
+        for place, old in enumerate(edit.permutation):
+            basis = None if edit.bases is None else edit.bases[old]
+            if basis is not None:
+                folded = fold_bytes(moved[:, place].tobytes(), columns.tensor.dtype, rows, basis, 1)
+                moved[:, place] = np.frombuffer(folded, dtype=np.uint8).reshape(rows, -1)
+        output.write(moved.tobytes())
 
 
 def _read(reader: int, start: int, count: int, path: Path) -> bytes:

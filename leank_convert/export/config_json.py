@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from leank_convert._runtime.configuration_leank import FORMAT_VERSION
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
-from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, encode_masks
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, VALUE_WIDTHS_KEY, encode_masks
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.windows import Windows
 
 
@@ -36,15 +36,15 @@ def build_leank_facts(
         config_overrides: Keys of the source's config.json that were replaced.
         cache: What `kv_scales.describe_cache` says of the cache.
     """
-    reordered = [
-        mask.channel_mask[layer][list(permutation)]
-        for layer, permutation in enumerate(layout.head_permutation)
-    ]
+    orders = layout.head_permutation
+    values = {}
+    if mask.value_widths is not None:
+        values = {VALUE_WIDTHS_KEY: in_checkpoint_order(mask.value_widths, orders).tolist()}
     return {
         "format_version": FORMAT_VERSION,
         "widths": [list(layer) for layer in layout.widths],
         "head_permutation": [list(layer) for layer in layout.head_permutation],
-        "channel_masks": encode_masks(torch.stack(reordered)),
+        "channel_masks": encode_masks(in_checkpoint_order(mask.channel_mask, orders)),
         **windows.sizes,
         "prune": windows.prune,
         "pruning_ratio_asked": known.pruning_ratio_asked,
@@ -54,6 +54,7 @@ def build_leank_facts(
         **cache,
         **({} if known.layers is None else {LAYERS_KEY: list(known.layers)}),
         **({} if mask.key_mean is None else {KEY_MEAN_KEY: True}),
+        **values,
     }
 
 

@@ -14,7 +14,8 @@ from leank_convert.families import Architecture
 from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
-from leank_convert.mask import ChannelMask, MaskProvenance, package_versions
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance, package_versions
 from leank_convert.recipe_file import CHANGE, parse_recipe
 from leank_convert.release import PROJECT_URL
 from leank_convert.windows import Windows
@@ -28,8 +29,8 @@ _CARD = """\
 
 {name} with a static choice of which channels of each KV head's cached key are kept, by
 [LeanK](https://arxiv.org/abs/{arxiv}). The weights are the original ones with the KV heads of each layer in
-another order, which changes nothing the model computes. The cache{of_layers} keeps {kept:.1%} of the key
-channels of all tokens but the first {sink} and the last {recent}.
+another order{folded}. The cache{of_layers} keeps {kept:.1%} of the key
+channels{values} of all tokens but the first {sink} and the last {recent}.
 
 Written by {project}{version}. {licence}
 
@@ -39,7 +40,7 @@ Written by {project}{version}. {licence}
 | pruning ratio asked / reached | {asked} / {ratio:.4f} |
 | widths (kept channels of {head_dim}): heads | {histogram} |
 | mask | {method} |
-{centred}
+{centred}{values_row}
 ## Bytes per cached token
 
 | region | tokens | K | V | saved |
@@ -113,12 +114,19 @@ _NO_LICENCE = "The source names no licence: that of the original holds."
 _ADAPTERS = """
 ## Adapters
 
-KV heads are in another order than in {name}, so an adapter (LoRA) of it does not fit. Convert it for this
-checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`. `model.load_adapter`
-refuses one that was not converted; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does
-the stock class, and the answers would be wrong without a warning.
+KV heads are in another order than in {name}{basis}, so an adapter (LoRA) of it does not fit. Convert it for
+this checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`.
+`model.load_adapter` refuses one that was not converted; PEFT's own
+`PeftModel.from_pretrained(model, adapter)` does not, nor does the stock class, and the answers would be wrong
+without a warning.
 """
 
+_FOLDED = """\
+ and V in another basis, folded into `v_proj` and `o_proj`, which changes what the
+model computes by the rounding of these weights alone"""
+_VALUES_ROW = """\
+| V of pruned tokens | {ratio:.1%} removed{asked}: heads keep what weighs most in attention's output |
+"""
 _MEASURED = """\
 When the mask was made, {held_out.num_answers} questions on {held_out.num_contexts} held-out contexts of
 {held_out.min_length} to {held_out.max_length} tokens were answered greedily ({tasks}; seed {held_out.seed}):
@@ -201,7 +209,8 @@ def build_model_card(
     title, mask_model = escaped((base_model or name).rpartition("/")[2]), escaped(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     most_whole = windows.sink_size + windows.recent_size
-    moved = any(sorted(order) != list(order) for order in plan_head_layout(mask.widths).head_permutation)
+    orders = plan_head_layout(mask.widths).head_permutation
+    moved = mask.value_basis is not None or any(sorted(order) != list(order) for order in orders)
     return _CARD.format(
         front_matter=_build_front_matter(title, base_model, licence or {}, None if kv_dtype else held_out),
         name=title,
@@ -224,13 +233,18 @@ def build_model_card(
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         method=f"`{escaped(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         centred=_describe_key_mean(mask, known),
+        **_describe_values(mask, known),
         cache=cache,
         **_describe_stored(leank, cache),
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
         images=_IMAGES.format(whole=escaped(whole)) if whole else "",
-        adapters=_ADAPTERS.format(name=title) if moved else "",
+        adapters=_ADAPTERS.format(
+            name=title, basis=", and V in another basis" if mask.value_basis is not None else ""
+        )
+        if moved
+        else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),
         tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",
@@ -245,6 +259,19 @@ def _describe_key_mean(mask: ChannelMask, known: MaskProvenance) -> str:
     tokens = known.key_mean_tokens
     measured = "" if tokens is None else f" over {tokens:,} tokens"
     return f"| cached keys | less a constant, their mean{measured}: a removed channel counts as its mean |\n"
+
+
+def _describe_values(mask: ChannelMask, known: MaskProvenance) -> dict[str, str]:
+    """What the card says of V, where the mask prunes it."""
+    if mask.value_widths is None:
+        return {"folded": ", which changes nothing the model computes", "values": "", "values_row": ""}
+    ratio, asked = mask.value_pruning_ratio, known.value_pruning_ratio_asked
+    told = "" if asked is None else f" (asked: {asked:g})"
+    return {
+        "folded": _FOLDED,
+        "values": f" and {1 - ratio:.1%} of V",
+        "values_row": _VALUES_ROW.format(ratio=ratio, asked=told),
+    }
 
 
 def _describe_stock(family: Architecture) -> str:

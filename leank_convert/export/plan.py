@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
+from leank_convert.checkpoint_io import CONFIG_NAME, FLOAT_DTYPES, Checkpoint
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.quantized import (
-    FLOAT_DTYPES,
     check_cache_scales,
     check_quantization,
     check_scaled,
@@ -30,6 +30,7 @@ from leank_convert.families import attention_tensor
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
+from leank_convert.value_weights import check_foldable
 
 _HEAD = "lm_head.weight"
 # Tensors of a layer's attention that heads have parts of.
@@ -42,19 +43,22 @@ _ATTENTION_TENSOR = re.compile(
 
 @dataclass(frozen=True)
 class TensorEdit:
-    """One tensor whose heads are put in another order.
+    """One tensor whose heads are put in another order, and whose channels of V may be folded.
 
     Attributes:
         tensor: Its name.
         dim: The dimension that runs over heads: 0 for rows, 1 for columns.
         permutation: `[new] = old` over the blocks of that dimension, which are of one size.
         runs: How many runs of such blocks the tensor is, where its shape does not tell.
+        bases: What is folded into every block, by its old place: float64 [D, D], or None for nothing; None
+            for a tensor that no basis is folded into.
     """
 
     tensor: str
     dim: int
     permutation: tuple[int, ...]
     runs: int | None = None
+    bases: tuple[Tensor | None, ...] | None = field(default=None, compare=False)
 
     def count_runs(self, shape: Sequence[int]) -> int:
         """How many runs of blocks, one behind the other, a tensor of a shape is."""
@@ -97,7 +101,7 @@ def plan_export(
             scales are another model's.
     """
     layout = plan_head_layout(mask.widths)
-    edits = plan_edits(checkpoint, facts, layout.head_permutation)
+    edits = plan_edits(checkpoint, facts, layout.head_permutation, mask.value_basis)
     _refuse_own_names(checkpoint, facts)
     return ExportPlan(
         layout, edits, {} if scales is None else _plan_scales(checkpoint, facts, layout, scales, edits)
@@ -125,7 +129,10 @@ def _plan_scales(
 
 
 def plan_edits(
-    checkpoint: Checkpoint, facts: ModelFacts, head_permutation: Sequence[Sequence[int]]
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    head_permutation: Sequence[Sequence[int]],
+    value_basis: Tensor | None = None,
 ) -> dict[str, TensorEdit]:
     """Plan the edits of a new order of heads, by tensor, and check all of a model's tensors.
 
@@ -138,21 +145,25 @@ def plan_edits(
         checkpoint: The model.
         facts: Its facts.
         head_permutation: `[pruned layer][new] = old`, KV heads.
+        value_basis: What is folded into V and O [L, H_kv, D, D], in the old order; None for nothing.
 
     Raises:
         LeanKError: If a tensor is missing, has another shape, or a dtype of quantized weights in a model that
-            is not quantized; or if quantized weights cannot be permuted.
+            is not quantized; if quantized weights cannot be permuted, or a basis not be folded.
     """
     check_quantization(checkpoint)
+    if value_basis is not None:
+        check_foldable(checkpoint, facts)
     for layer in range(facts.num_hidden_layers):
         check_cache_scales(checkpoint, layer)
     orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
+    bases = bases_by_layer(facts, value_basis)
     shapes = list_stock_tensors(facts, origin=str(checkpoint.folder / CONFIG_NAME))
     if facts.tie_word_embeddings and checkpoint.find(_HEAD) is None:
         shapes.pop(_HEAD, None)
     edits: dict[str, TensorEdit] = {}
     for name, shape in {**_find_more_biases(checkpoint, shapes), **shapes}.items():
-        edit = plan_edit(name, shape, facts, orders)
+        edit = plan_edit(name, shape, facts, orders, bases)
         if edit is None or not is_quantized(checkpoint, name):
             _expect(checkpoint, name, shape)
             edits.update({} if edit is None else {name: edit})
@@ -163,8 +174,19 @@ def plan_edits(
     return edits
 
 
+def bases_by_layer(facts: ModelFacts, value_basis: Tensor | None) -> dict[int, tuple[Tensor, ...]]:
+    """A basis of V [L, H_kv, D, D] by the layer's number and head, float64; none of None."""
+    if value_basis is None:
+        return {}
+    return dict(zip(facts.layers, map(tuple, value_basis.double()), strict=True))
+
+
 def plan_edit(
-    name: str, shape: tuple[int, ...], facts: ModelFacts, orders: Mapping[int, tuple[int, ...]]
+    name: str,
+    shape: tuple[int, ...],
+    facts: ModelFacts,
+    orders: Mapping[int, tuple[int, ...]],
+    bases: Mapping[int, tuple[Tensor, ...]] = MappingProxyType({}),
 ) -> TensorEdit | None:
     """Plan the edit of one of a model's tensors.
 
@@ -173,6 +195,7 @@ def plan_edit(
         shape: The tensor's.
         facts: The model's.
         orders: `[new] = old` of the KV heads of every pruned layer, by its number.
+        bases: What is folded into V and O of the KV heads of every pruned layer.
 
     Returns:
         The edit; None for a tensor that stays as it is.
@@ -180,9 +203,16 @@ def plan_edit(
     match = _ATTENTION_TENSOR.fullmatch(name)
     if match is None or int(match["layer"]) not in orders or (match["norm"] and shape == (facts.head_dim,)):
         return None
-    order = orders[int(match["layer"])]
+    layer, folded = int(match["layer"]), None
+    order = orders[layer]
+    if layer in bases and (match["of_output"] or match["fused"] or match["of_input"] == "v_proj"):
+        before = facts.num_attention_heads + facts.num_key_value_heads if match["fused"] else 0
+        folded = (*(None,) * before, *bases[layer])
     return TensorEdit(
-        name, 1 if match["of_output"] else 0, _fused_order(facts, order) if match["fused"] else order
+        name,
+        1 if match["of_output"] else 0,
+        _fused_order(facts, order) if match["fused"] else order,
+        bases=folded,
     )
 
 

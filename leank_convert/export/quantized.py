@@ -15,12 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
+from leank_convert.checkpoint_io import CONFIG_NAME, FLOAT_DTYPES, Checkpoint
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import attention_tensor
 from leank_convert.safetensors_file import TensorInfo
 
-FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 _BESIDE = {"weight_scale": "OI", "weight_scale_inv": "OI", "weight_zero_point": "OI"}
 # How a `quant_method` stores a weight [out, in]: what each tensor's dimensions run over, outputs or inputs,

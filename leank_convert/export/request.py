@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
 from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
-from leank_convert.hub import check_base_model, resolve_model
+from leank_convert.hub import check_base_model, model_name, resolve_model
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
@@ -32,10 +32,12 @@ from leank_convert.mask import (
     load_mask,
     resolve_mask,
 )
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe, require_recipe
 from leank_convert.text_part import warn_of_images
+from leank_convert.value_weights import check_values_belong
 from leank_convert.windows import Windows
 
 MaskLike = ChannelMask | str | Path | None
@@ -100,6 +102,18 @@ class Export:
     facts: ModelFacts
     choice: Choice
 
+    @property
+    def named_mask(self) -> ChannelMask:
+        """The mask with where it comes from, as far as that is known."""
+        mask = self.choice.mask
+        known = mask.provenance or MaskProvenance.for_model(
+            model_name(self.request.model),
+            self.facts,
+            method="all-channels" if mask.channel_mask.all() else "imported",
+            **self.choice.windows.sizes,
+        )
+        return replace(mask, provenance=known)
+
 
 def resolve_export(request: ExportRequest) -> Export:
     """Resolve an export, and refuse what can be refused by headers alone.
@@ -114,6 +128,10 @@ def resolve_export(request: ExportRequest) -> Export:
     checkpoint, config, facts = open_source(request.model, request.out, choice.config_overrides)
     check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(request.model))
     plan_export(checkpoint, choice.mask, facts)
+    known = choice.mask.provenance
+    if choice.mask.value_basis is not None and known is not None:
+        origins = {"mask_origin": choice.mask_origin, "model_origin": str(request.model)}
+        check_values_belong(known, checkpoint, facts, **origins)
     refuse_to_lose_mask(request.out, choice.mask, overwrite=request.overwrite)
     return Export(request, checkpoint, config, facts, choice)
 
@@ -150,7 +168,7 @@ def refuse_overlap(folder: Path, out: Path) -> None:
 def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
     """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
 
-    A mean of keys may be added to one that has none: nothing of it is lost.
+    A mean of keys or a pruned V may be added to one that has none: nothing of it is lost.
 
     Raises:
         LeanKError: If it would be replaced.

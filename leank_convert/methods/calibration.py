@@ -15,6 +15,8 @@ from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.key_mean import KeyStatistics, count_contexts, measure_keys
 from leank_convert.train.model import LoadedModel, ModelFiles, load_model
+from leank_convert.train.value_basis import ValueBasis, measure_values
+from leank_convert.windows import Windows
 
 
 class Calibration:
@@ -52,6 +54,16 @@ class Calibration:
         return measure_keys(
             self.loaded, self._samples, num_contexts, offload=offload, progress=self._progress
         )
+
+    @cached_property
+    def values(self) -> ValueBasis | None:
+        """The basis of V; None where V is left as it is."""
+        recipe = self.recipe
+        if not recipe.value_pruning_ratio:
+            return None
+        windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
+        offload = recipe.offload_context
+        return measure_values(self.loaded, self._samples, windows, offload=offload, progress=self._progress)
 
     def prompts(self) -> Iterator[Tensor]:
         """Token ids [N] of each prompt: context and question, through the model's chat template."""

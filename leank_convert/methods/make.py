@@ -31,6 +31,7 @@ from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import build_mask
 from leank_convert.train.selection import select_for
 from leank_convert.train.state import TrainingDirectory
+from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -153,8 +154,10 @@ def _measure(
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
     files = find_model(model, recipe)
-    if recipe.held_out_samples or recipe.key_mean:
+    if recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
         check_layers(files.facts, files.name)
+    if recipe.value_pruning_ratio:
+        check_foldable(files.checkpoint, files.facts)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.
@@ -184,6 +187,7 @@ def _measure(
             select_for(recipe, scores, ratio),
             key_mean=None if keys is None else keys.mean,
             key_mean_tokens=None if keys is None else keys.num_tokens,
+            values=calibration.values,
         )
         for ratio in recipe.pruning_ratios
     }

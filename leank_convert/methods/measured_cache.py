@@ -1,4 +1,4 @@
-"""Calibration of a cache: the mean of a model's keys, and scales for FP8, on its recipe's own data."""
+"""Calibration of a cache: a model's mean of keys, basis of V and scales for FP8, on its recipe's own data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from leank_convert.data import SampleSource
 from leank_convert.device import choose_device
@@ -17,6 +18,8 @@ from leank_convert.train.choice import choose_recipe
 from leank_convert.train.key_mean import KeyStatistics, measure_keys
 from leank_convert.train.model import load_model, open_model
 from leank_convert.train.passes import check_layers
+from leank_convert.train.value_basis import ValueBasis, measure_values
+from leank_convert.windows import Windows
 
 # Of the recipe's own lengths: slow rotary pairs turn by as much as a context is long.
 NUM_CONTEXTS = 4
@@ -27,12 +30,14 @@ class MeasuredCache:
     """Keys and values of a model on its recipe's data, and what a cache is stored by.
 
     Attributes:
-        statistics: What was measured.
+        statistics: What was measured of keys, and of V as it is stored; None if that was not asked for.
+        values: The basis of V that was measured, None if none was.
         tasks: The recipe's, whose data it was measured on.
         seed: The recipe's.
     """
 
-    statistics: KeyStatistics
+    statistics: KeyStatistics | None
+    values: ValueBasis | None
     tasks: Sequence[str]
     seed: int
 
@@ -43,14 +48,26 @@ class MeasuredCache:
         """
         if mask.key_mean is not None:
             return mask
+        assert self.statistics is not None
         known = mask.provenance
         if known is not None:
-            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None)
+            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None, evaluation=None)
         return replace(mask, key_mean=self.statistics.mean, provenance=known)
+
+    def prune_values(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
+        """The mask, which has provenance, with V pruned by the measured basis.
+
+        What an evaluation said of a mask that leaves V as it is holds no longer.
+        """
+        assert self.values is not None and mask.provenance is not None
+        return self.values.prune(
+            replace(mask, provenance=replace(mask.provenance, held_out=None, evaluation=None)), pruning_ratio
+        )
 
     def scales(self, mask: ChannelMask) -> KVScales:
         """Scales for FP8 of values, and of keys less the mask's mean."""
         found = self.statistics
+        assert found is not None
         largest = found.largest_key(mask.key_mean)
         return KVScales.of_largest(
             largest, found.largest_value, num_tokens=found.num_tokens, tasks=self.tasks, seed=self.seed
@@ -63,6 +80,9 @@ def measure_cache(
     *,
     out: str | Path | None = None,
     device: str | torch.device | None = None,
+    keys: bool = True,
+    value_basis: Tensor | None = None,
+    value_windows: Windows | None = None,
 ) -> MeasuredCache:
     """Measure what the cache of a model is stored by, on the first contexts of its recipe's data.
 
@@ -72,6 +92,9 @@ def measure_cache(
             packaged one, else one that is derived from its shape.
         out: A folder that may hold a training run.
         device: Default: CUDA if there is any, else the CPU.
+        keys: Whether to measure keys, and V as it is stored.
+        value_basis: The basis of V that is folded into the weights [L, H_kv, D, D]; None for none.
+        value_windows: Measure one for these windows first; None to leave it.
 
     Raises:
         LeanKError: If the model or the recipe cannot be read, memory does not suffice, or a number is not
@@ -83,5 +106,12 @@ def measure_cache(
     loaded = load_model(files, chosen, choose_device(device))
     samples = SampleSource(loaded.tokenizer, chosen.data, chosen.seed)
     samples.check()
-    statistics = measure_keys(loaded, samples, NUM_CONTEXTS, offload=chosen.offload_context)
-    return MeasuredCache(statistics, tuple(chosen.data.tasks), chosen.seed)
+    offload = chosen.offload_context
+    values = None
+    if value_windows is not None:
+        values = measure_values(loaded, samples, value_windows, offload=offload)
+        value_basis = values.directions
+    statistics = None
+    if keys:
+        statistics = measure_keys(loaded, samples, NUM_CONTEXTS, offload=offload, value_basis=value_basis)
+    return MeasuredCache(statistics, values, tuple(chosen.data.tasks), chosen.seed)

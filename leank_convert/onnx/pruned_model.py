@@ -78,6 +78,19 @@ class PrunedModel:
         return (~self.channel_masks).to(torch.int8).argsort(dim=-1, stable=True)
 
 
+def refuse_pruned_values(is_pruned: bool, origin: str) -> None:
+    """Refuse a mask or a checkpoint that prunes V.
+
+    Raises:
+        LeanKError: If it does.
+    """
+    if is_pruned:
+        raise LeanKError(
+            f"`{origin}` prunes V, which graphs store whole so far",
+            hint="make the graph by a mask that prunes K alone",
+        )
+
+
 def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     """Load a converted checkpoint as its stock class.
 
@@ -96,6 +109,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
             hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
         )
+    refuse_pruned_values(leank.get("value_widths") is not None, str(checkpoint))
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
     model = load_stock(checkpoint, config, facts.architecture, dtype)

@@ -124,7 +124,7 @@ def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
         outliers=_find_outliers(by_pair, neighbours, smallest_step=1 / (2 * kept.shape[0] * kept.shape[1])),
         kept_by_layer=tuple(kept.mean((1, 2)).tolist()),
         widths=mask.widths,
-        cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes),
+        cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes, value_widths=mask.stored_values),
     )
 
 

@@ -64,6 +64,10 @@ def _collect_facts(
             facts.append(("widths", f"multiples of {known.width_multiple}"))
         if known.key_mean_tokens is not None:
             facts.append(("keys", f"cached less their mean over {known.key_mean_tokens:,} tokens"))
+        if mask.value_widths is not None:
+            asked = known.value_pruning_ratio_asked
+            told = "" if asked is None else f" (asked: {asked:.1%})"
+            facts.append(("V", f"{mask.value_pruning_ratio:.1%} removed{told}, in a basis of its own"))
     if records:
         counts = Counter(record.stage for record in records)
         steps = [f"{counts[0]} (gates of heads)"] if counts[0] else []

@@ -19,7 +19,7 @@ def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> list[tu
     """Describe a mask in short, as names and values; `asked` is the pruning ratio that was asked for."""
     layers, heads = len(analysis.widths), len(analysis.widths[0])
     cache = analysis.cache
-    key, value = 1 - cache.key_pruned / cache.key_dense, 1 - cache.value_pruned / cache.value_dense
+    key, value = cache.removed
     quarters = ", ".join(str(count) for count in analysis.empty_by_quarter)
     removed = f"{1 - analysis.kept:.1%} removed" + ("" if asked is None else f" (asked: {asked:.1%})")
     outliers = [
@@ -87,7 +87,8 @@ def list_mask_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Sectio
             "Widths and bytes",
             "widths",
             lambda: panels(3.2, (figures.draw_width_histogram, channels), (figures.draw_cache, analysis)),
-            "A head keeps as many K channels as its width and all of V; a head of width 0 keeps neither. "
+            "A head keeps as many K channels as its width, and of V all, or where it is pruned its best "
+            "directions; a head of width 0 keeps neither. "
             "Tokens in sink and recent window stay whole.",
         ),
     ]

@@ -11,6 +11,7 @@ Letters: H query heads, H_kv KV heads, G = H / H_kv, D head_dim, P context token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import AttentionInterface
 from leank_convert.train.centring import centre_keys, lower_sinks
 from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
-from leank_convert.train.split_attention import Regions, StoredContext, split_attention
+from leank_convert.train.split_attention import Pair, Regions, StoredContext, split_attention
 from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
 from leank_convert.windows import Windows
 
@@ -46,12 +47,15 @@ class Student:
             None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
         gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
             times what it is without the middle; None for no such mixture.
+        projections: What is left of a pruned token's V, v P with P [L, H_kv, D, D]; None for all of it, as
+            while the rest is learned.
     """
 
     windows: Windows
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
+    projections: Tensor | None = None
 
     @property
     def learned(self) -> Tensor:
@@ -59,11 +63,17 @@ class Student:
         return self.scaling_factors if self.gates is None else self.gates
 
 
+# What looks on at a block's attention in layers with full attention: the layer's place among them, queries
+# [1, H, N, D], all keys and values so far [1, H_kv, S, D], the softmax scale, logits of sinks [H] or None.
+Observer = Callable[[int, Tensor, Pair, float, Tensor | None], None]
+
+
 @dataclass(frozen=True)
 class ContextPass:
     """The dense pass over the context, which fills it."""
 
     context: StoredContext
+    observe: Observer | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,9 @@ def training_attention(
             s_aux = lower_sinks(s_aux, query, key_mean, scaling)
     if isinstance(leank_pass, ContextPass):
         context.store(layer, key, value)
+        if leank_pass.observe is not None and sliding_window is None:
+            stored = context.load(layer, context.num_seen + key.shape[2])
+            leank_pass.observe(_place(module), query, stored, scaling, s_aux)
         if layer == module.config.num_hidden_layers - 1:
             raise ContextIsStored
         output = _context_attention(module, query, key, value, context, scaling, sliding_window, s_aux)
@@ -180,6 +193,7 @@ def _answer_attention(
         split_attention,
         *(query, key, value, answers.context, module.layer_idx, answers.regions, scaling, factors),
         sinks=sinks,
+        projections=None if student.projections is None else student.projections[place],
     )
     output = attend_with(sees_middle=None if student.sees_middle is None else student.sees_middle[place])
     if student.gates is None:

@@ -178,7 +178,8 @@ def check_held_out(
     students, key_mean = [], None
     for mask in masks.values():
         kept = mask.channel_mask.to(ranks.device)
-        students.append(Student(windows, kept.float(), kept.any(-1)))
+        left = None if mask.value_basis is None else project(mask).to(ranks.device)
+        students.append(Student(windows, kept.float(), kept.any(-1), projections=left))
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
     sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
@@ -230,6 +231,13 @@ def check_held_out(
             tokens=tokens,
         )
     return checked
+
+
+def project(mask: ChannelMask) -> Tensor:
+    """What a mask leaves of a pruned token's V: float32 [L, H_kv, D, D]."""
+    assert mask.value_basis is not None and mask.value_widths is not None
+    kept = torch.arange(mask.value_basis.shape[-1]) < mask.value_widths[..., None]
+    return (mask.value_basis * kept[:, :, None]) @ mask.value_basis.mT
 
 
 def _measure(
@@ -295,7 +303,7 @@ def _judge_lost(recipe: Recipe, tokens: TokenShares, squares: float) -> str:
 
 
 def _judge_difference(recipe: Recipe, mask: ChannelMask, loss: float, magnitude: float) -> str:
-    if loss > _NO_DIFFERENCE * magnitude or mask.channel_mask.all():
+    if loss > _NO_DIFFERENCE * magnitude or not (mask.pruning_ratio or mask.value_pruning_ratio):
         return ""
     windows, mean = recipe.windows, loss / recipe.held_out_samples
     return (

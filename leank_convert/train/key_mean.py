@@ -35,7 +35,7 @@ class KeyStatistics:
         mean: Of keys, over tokens, as a mask file holds it: float16 [L, H_kv, D].
         lowest: The least key of each channel, float32 [L, H_kv, D].
         highest: The greatest.
-        largest_value: The largest absolute value of each channel of V, float32 [L, H_kv, D].
+        largest_value: The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
         num_tokens: How many tokens were measured.
         num_contexts: Of how many contexts.
     """
@@ -68,11 +68,13 @@ def measure_keys(
     *,
     ranks: Ranks | None = None,
     offload: bool = False,
+    value_basis: Tensor | None = None,
     progress: bool = False,
 ) -> KeyStatistics:
     """Measure keys and values of the first contexts that a recipe trains on, by dense passes.
 
-    Ranks share the contexts, and all get the same bits.
+    Ranks share the contexts, and all get the same bits. V is measured in the directions [L, H_kv, D, D] of a
+    basis that is folded into the weights, if one is given.
 
     Raises:
         LeanKError: If a sample cannot be drawn, memory does not suffice, or keys or values are not finite, on
@@ -86,7 +88,7 @@ def measure_keys(
             try:
                 if failure is None and start + ranks.rank < num_contexts:
                     input_ids = samples.draw(start + ranks.rank).prefix_ids
-                    found = _measure(loaded, input_ids, offload)
+                    found = _measure(loaded, input_ids, offload, value_basis)
                     sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
                     num_tokens += len(input_ids)
             except LeanKError as error:
@@ -106,7 +108,9 @@ def measure_keys(
     return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens, num_contexts)
 
 
-def _measure(loaded: LoadedModel, input_ids: Tensor, offload: bool) -> tuple[Tensor, Tensor]:
+def _measure(
+    loaded: LoadedModel, input_ids: Tensor, offload: bool, value_basis: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Sums of a context's keys, float64 [L, H_kv, D], and the greatest, float32 [3, L, H_kv, D].
 
     These are of keys, of negated keys and of absolute values.
@@ -117,9 +121,11 @@ def _measure(loaded: LoadedModel, input_ids: Tensor, offload: bool) -> tuple[Ten
         "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
     ):
         context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
-        for layer in loaded.facts.layers:
+        for place, layer in enumerate(loaded.facts.layers):
             keys, values = (kept[0] for kept in context.load(layer))
             compute = torch.promote_types(keys.dtype, torch.float32)
+            if value_basis is not None:
+                values = values.to(compute) @ value_basis[place].to(values.device, compute)
             # In single precision, whose error is a thousandth of float16's. However keys were stored, they
             # are laid out alike here: the order of a sum, and so its last bits, follows from that.
             sums.append(keys.contiguous().sum(1, dtype=compute).cpu().double())

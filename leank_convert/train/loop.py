@@ -30,6 +30,7 @@ from leank_convert.train.state import (
     load_state,
     save_state,
 )
+from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -61,6 +62,8 @@ def train(
         ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
     run.centre_keys(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
+    if run.measure_values(samples, progress=progress) and ranks.is_first:
+        save_state(run.state, directory.state)
     return run
 
 
@@ -131,6 +134,8 @@ def _set_up(
 ) -> tuple[Run, SampleSource]:
     files = find_model(model, recipe)
     check_layers(files.facts, files.name)
+    if recipe.value_pruning_ratio:
+        check_foldable(files.checkpoint, files.facts)
     loaded = load_model(files, recipe, ranks.device)
     samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
     samples.check()

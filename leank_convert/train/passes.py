@@ -11,7 +11,7 @@ from transformers import __version__ as transformers_version
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
-from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Student
+from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Observer, Student
 from leank_convert.train.fusion import uncompiled
 from leank_convert.train.linear import carry_states, linear_layers
 from leank_convert.train.packing import PackedSample, plan_rows
@@ -61,7 +61,10 @@ def distil_answers(
 
 @torch.no_grad()
 def run_context_pass(
-    model: PreTrainedModel, input_ids: Tensor, context: StoredContext | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    context: StoredContext | None = None,
+    observe: Observer | None = None,
 ) -> StoredContext:
     """Run the dense model over a context and keep every layer's keys and values, or its state.
 
@@ -72,6 +75,7 @@ def run_context_pass(
         model: As in `distil`.
         input_ids: The context [P].
         context: Where they are kept, and what comes off the keys; None for one of its own, and nothing.
+        observe: Looks on at every layer with full attention; None for nothing.
     """
     num_tokens = len(input_ids)
     context = context or StoredContext(num_tokens)
@@ -82,7 +86,7 @@ def run_context_pass(
         block = slice(start, start + size)
         context.num_seen = start
         with suppress(ContextIsStored):
-            _run(model, input_ids[block], positions[block], ContextPass(context))
+            _run(model, input_ids[block], positions[block], ContextPass(context, observe))
     return context
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.hub import hide_local_paths, model_name
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
@@ -29,6 +30,7 @@ from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
+from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
@@ -117,6 +119,25 @@ class Run:
             measured.num_tokens,
             measured.num_contexts,
         )
+
+    def measure_values(self, samples: SampleSource, *, progress: bool) -> bool:
+        """Measure the basis of V of a run that is done; return whether that was left to do.
+
+        Raises:
+            LeanKError: As `value_basis.measure_values`.
+        """
+        if not self.recipe.value_pruning_ratio or self._state.values is not None:
+            return False
+        measured = measure_values(
+            self.loaded,
+            samples,
+            self._windows,
+            ranks=self.ranks,
+            offload=self.recipe.offload_context,
+            progress=progress,
+        )
+        self._state.values = dict(vars(measured))
+        return True
 
     def restore(self, state: TrainingState, path: Path) -> None:
         """Go on from a saved state.
@@ -220,6 +241,7 @@ class Run:
         state = self._state
         unfinished = self._factors.detach() if state.stage1_factors is None else state.stage1_factors
         factors = state.finished or [unfinished] * len(self.recipe.pruning_ratios)
+        values = None if state.values is None else ValueBasis(**state.values)
         return {
             ratio: build_mask(
                 self.recipe,
@@ -229,6 +251,7 @@ class Run:
                 scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
                 key_mean=state.key_mean,
                 key_mean_tokens=state.key_mean_tokens,
+                values=values,
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
         }
@@ -380,6 +403,7 @@ def build_mask(
     scaling_factors: Tensor | None = None,
     key_mean: Tensor | None = None,
     key_mean_tokens: int | None = None,
+    values: ValueBasis | None = None,
 ) -> ChannelMask:
     """The mask of one of a recipe's ratios, with where it comes from."""
     windows = recipe.windows
@@ -396,7 +420,8 @@ def build_mask(
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )
-    return ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
+    mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
+    return mask if values is None else values.prune(mask, recipe.value_pruning_ratio)
 
 
 def _describe(sample: TrainingSample) -> str:

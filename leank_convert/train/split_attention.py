@@ -196,6 +196,7 @@ def split_attention(
     scaling_factors: Tensor | None = None,
     sees_middle: Tensor | None = None,
     sinks: Tensor | None = None,
+    projections: Tensor | None = None,
 ) -> Tensor:
     """Attention over a stored context and the tokens that follow it.
 
@@ -214,6 +215,8 @@ def split_attention(
         sees_middle: This layer's heads [H_kv] that see the middle; None for all.
         sinks: Logits of this layer's attention sinks [H], or for every query [1, H, N], which take their
             share of the softmax; None without any.
+        projections: What is left of V where `regions` do not say full, v P with this layer's P [H_kv, D, D];
+            None for all. No gradients are computed with them.
 
     Returns:
         [1, N, H, D] in the query's dtype.
@@ -228,7 +231,7 @@ def split_attention(
     if sinks is not None:
         sinks = of_queries(sinks, num_queries).reshape(batch, key.shape[1], -1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-        folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks
+        folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks, projections
     )
     return output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
@@ -249,6 +252,7 @@ class _SplitAttention(torch.autograd.Function):
         scaling: float,
         hidden: Tensor | None,
         sinks: Tensor | None,
+        projections: Tensor | None,
     ) -> Tensor:
         stored = _seen(context, layer, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
@@ -263,7 +267,13 @@ class _SplitAttention(torch.autograd.Function):
             lse = torch.logaddexp(lse, middle_lse)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype))
-        output = scores.sub_(lse[..., None]).exp_() @ rest.values
+        weights = scores.sub_(lse[..., None]).exp_()
+        output = weights @ rest.values
+        if projections is not None:
+            left = projections.to(output.device, output.dtype)
+            full = rest.where_full(weights, 0.0)
+            output = full @ rest.values + weights.sub_(full) @ rest.values @ left
+            middle = None if middle is None else middle.to(output.dtype) @ left
         if middle is not None:
             output += middle * torch.exp(middle_lse - lse)[..., None]
         ctx.save_for_backward(query, scaled, key, value, output, lse, hidden, sinks)
@@ -283,7 +293,7 @@ class _SplitAttention(torch.autograd.Function):
         to_value = weights[..., own].mT @ gradient
         mean = (gradient * output).sum(-1, keepdim=True)
         to_sinks = None
-        if ctx.needs_input_grad[-1]:
+        if ctx.needs_input_grad[-2]:
             to_sinks = (torch.exp(sinks - lse) * -mean[..., 0]).to(sinks.dtype)  # its value is zero
         to_scores = weights.mul_((gradient @ rest.values.mT).sub_(mean)).mul_(scaling)
         to_scaled = None
@@ -312,6 +322,7 @@ class _SplitAttention(torch.autograd.Function):
             to_value.to(value.dtype),
             *(None,) * 5,
             to_sinks,
+            None,
         )
 
 

@@ -120,6 +120,7 @@ class TrainingState:
         best: Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
         key_mean: The mean of keys, float16 [L, H_kv, D]; None for keys as they are.
         key_mean_tokens: How many tokens it was measured on.
+        values: The fields of the basis of V, once it is measured at the end of a run that prunes V.
     """
 
     fingerprint: dict[str, str]
@@ -132,6 +133,7 @@ class TrainingState:
     best: tuple[float, Tensor] | None = None
     key_mean: Tensor | None = None
     key_mean_tokens: int | None = None
+    values: dict[str, Any] | None = None
 
 
 def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) -> dict[str, str]:

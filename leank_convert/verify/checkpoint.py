@@ -29,8 +29,9 @@ from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
-from leank_convert.leank_block import KEY_MEAN_KEY, metadata_facts, read_block
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, metadata_facts, read_block
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
+from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
 
@@ -158,7 +159,15 @@ def _check_mask_file(
             if mask.key_mean is not None
             else f"config.json says {missing}, and `{path}` holds no {there}"
         )
+    orders, stored = leank["head_permutation"], leank.get(VALUE_WIDTHS_KEY)
+    own = None if mask.value_widths is None else in_checkpoint_order(mask.value_widths, orders).tolist()
+    if own != stored:
+        raise LeanKError(
+            f"`{path}`: its `value_widths`, in the checkpoint's order, are {cut(own)}, and config.json has "
+            f"`leank.{VALUE_WIDTHS_KEY}` {cut(stored)}"
+        )
     more = "" if mask.key_mean is None else ", and the mean of keys"
+    more += "" if own is None else ", and the basis of V"
     return f"the same channels, in the original head order{more}"
 
 

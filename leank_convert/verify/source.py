@@ -32,12 +32,16 @@ from leank_convert.export.companions import (
     names_class,
     read_tokenizer_config,
 )
+from leank_convert.export.fold import is_folded
 from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
+from leank_convert.leank_block import VALUE_WIDTHS_KEY
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
+from leank_convert.value_weights import check_values_belong
 from leank_convert.verify.checks import Checks
 
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
@@ -135,7 +139,15 @@ def _compare_headers(
     checkpoint: Checkpoint, original: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]
 ) -> tuple[dict[str, TensorEdit], str]:
     """Compare which tensors there are, and in which files; gives the edits that an export makes."""
-    edits = plan_edits(original, facts, leank["head_permutation"])
+    basis = None
+    if VALUE_WIDTHS_KEY in leank:
+        path = checkpoint.folder / MASK_FILE_NAME
+        mask = load_mask(path)
+        basis, known = mask.value_basis, mask.provenance
+        if known is not None:
+            origins = {"mask_origin": str(path), "model_origin": str(original.folder)}
+            check_values_belong(known, original, facts, **origins)
+    edits = plan_edits(original, facts, leank["head_permutation"], basis)
     added: set[str] = set()
     if leank.get("kv_scales") is not None:
         added.update(name for layer in name_scale_tensors(facts) for name in layer)
@@ -157,7 +169,7 @@ def _compare_headers(
 
 
 def _compare_shard(source: SafetensorsHeader, written: Path, edits: Mapping[str, TensorEdit]) -> str:
-    permuted, total = 0, 0
+    permuted, folded, total = 0, 0, 0
     with safe_open(source.path, "pt") as ours, safe_open(written, "pt") as others:
         for name, tensor in source.tensors.items():
             edit = edits.get(name)
@@ -167,14 +179,26 @@ def _compare_shard(source: SafetensorsHeader, written: Path, edits: Mapping[str,
                 raise LeanKError(f"tensor `{name}` cannot be compared: {first_line(error)}") from error
             if not same:
                 claim = "is not the permutation of" if edit else "differs from"
+                if edit and edit.bases:
+                    claim = "is not the fold of the mask's basis of V into"
                 raise LeanKError(f"tensor `{name}` {claim} its source")
             permuted += edit is not None
+            folded += edit is not None and edit.bases is not None
             total += 1
-    return f"{permuted} tensors permuted, {total - permuted} byte for byte the same"
+    of_them = f", a basis of V folded into {folded} of them" if folded else ""
+    return f"{permuted} tensors permuted{of_them}, {total - permuted} byte for byte the same"
 
 
 def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:
-    """Whether one tensor has the bytes of another, its blocks in the order of the edit."""
+    """Whether one tensor has the bytes of another, or their fold, its blocks in the order of the edit."""
+    if edit is not None and edit.bases is not None:
+        ours, theirs = (tensor.chunk(len(edit.permutation), edit.dim) for tensor in (source, written))
+        return all(
+            torch.equal(ours[old].view(torch.uint8), theirs[new].view(torch.uint8))
+            if (basis := edit.bases[old]) is None
+            else is_folded(_matrix(ours[old]), _matrix(theirs[new]), basis, edit.dim)
+            for new, old in enumerate(edit.permutation)
+        )
     # A tensor is [runs, blocks, bytes]: rows are blocks of one run, columns are one run per row.
     order = (0,) if edit is None else edit.permutation
     runs = 1 if edit is None else edit.count_runs(source.shape)
@@ -183,3 +207,8 @@ def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:
         for tensor in (source, written)
     )
     return all(torch.equal(before[:, old], after[:, new]) for new, old in enumerate(order))
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """A weight as it is, a bias as a column."""
+    return tensor if tensor.ndim == 2 else tensor[:, None]

@@ -1,9 +1,9 @@
 """vLLM serves converted checkpoints: configs, models, cache groups and an attention backend, as its plugin.
 
 vLLM calls `register` in each of its processes, maybe more than once. A page of a layer is split in two. Kept
-pages hold, for every token, the kept channels of K and V of heads of width > 0; window pages hold the rest.
-Both are cache groups of vLLM and draw blocks from its one pool. Window pages between the sink and the recent
-window are given back when decoding begins.
+pages hold the kept channels of K and V, for every token; window pages hold the rest. Both are cache groups
+of vLLM and draw blocks from its one pool. Window pages between the sink and the recent window are given back
+when decoding begins.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
     if (in_rank_order := getattr(model, "with_ordered_heads", None)) is None:
         return adapter
     folder = get_adapter_absolute_path(request.lora_path)
-    if not fits_heads(folder, model.config.leank["head_permutation"]):
+    if not fits_heads(folder, model.config.leank):
         raise ValueError(
-            f"adapter `{request.lora_path}`: KV heads are in another order than in the model that it was "
-            "made for; convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and "
-            "serve NEW"
+            f"adapter `{request.lora_path}`: KV heads are in another order, or V in another basis, than in "
+            "the model that it was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "
+            "CHECKPOINT -o NEW`, and serve NEW"
         )
     # By its class's name vLLM knows in which order GPT-OSS has the rows of its experts.
     if model.config.model_type == "leank_gpt_oss" and any(".experts" in name for name in adapter.loras):

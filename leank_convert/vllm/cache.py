@@ -21,13 +21,13 @@ from leank_convert.vllm.rule import pruned_tokens_of
 
 @dataclass(frozen=True, kw_only=True)
 class LeanKKeptSpec(FullAttentionSpec):
-    """Kept channels, and V of heads of width > 0, of every token."""
+    """Kept channels of K and V, of every token."""
 
 
 # Not a FullAttentionSpec: vLLM groups specs by the class that they are instances of.
 @dataclass(frozen=True, kw_only=True)
 class LeanKWindowSpec(AttentionSpec):
-    """Dropped channels, and V of heads of width 0, of whole tokens.
+    """Dropped channels of K and V, of whole tokens.
 
     Attributes:
         sizes: Of the window.

@@ -50,6 +50,7 @@ def count_pruned(
     memory: int,
     tokens: int,
     block_size: int = BLOCK_SIZE,
+    value_widths: Sequence[Sequence[int]] | None = None,
 ) -> Capacity:
     """Count what fits of a LeanK model, of one rank.
 
@@ -61,8 +62,11 @@ def count_pruned(
         memory: Bytes of the pool.
         tokens: Tokens of a request, prompt and answer.
         block_size: Tokens of a kept page.
+        value_widths: Kept channels of V `[L][H_kv]`; None where V is not pruned.
     """
-    pages = ModelPages(tuple(map(tuple, widths)), head_dim, 1, ((0, len(widths)),))
+    values = None if value_widths is None else tuple(map(tuple, value_widths))
+    stages = ((0, len(widths)),)
+    pages = ModelPages(tuple(map(tuple, widths)), head_dim, 1, stages, value_widths=values)
     blocks = memory // (pages.numbers_per_page(block_size) * element_bytes)
     window_size = pages.window_block_size(block_size)
     kept = -(-tokens // block_size)

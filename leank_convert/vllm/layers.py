@@ -176,6 +176,7 @@ class LeanKAttention(Attention):
             "num_groups": self.num_heads // self.num_kv_heads,
             "chunk_size": self.layout.chunk_size,
             "max_chunks": self.layout.max_chunks,
+            "value_chunk": self.layout.value_chunk,
             "num_columns": num_columns,
             "load_tokens": self._load_tokens,
             "cache_dtype": None if cache_dtype == self.dtype else cache_dtype,

@@ -39,7 +39,7 @@ from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
 # Tensors of files beside the weights, which vLLM loads with them.
-_NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors")
+_NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors", "value_basis", "value_widths")
 # What has heads, and whose: those of queries, or those of K and V.
 _HEADS = {
     "q_proj": "q",
@@ -90,6 +90,7 @@ class _LeanKForCausalLM:
             settings.head_dim,
             get_tensor_model_parallel_world_size(),
             tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
+            value_widths=settings.value_widths,
         )
         if others:
             pages = lay_beside_windows(pages, others, vllm_config.cache_config)

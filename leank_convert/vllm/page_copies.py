@@ -35,7 +35,9 @@ class PageKernels:
 
         self.kernels, key = kernels, kernels.key
         sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-        shape = KernelShape(*sizes, KERNEL_DTYPES[key.dtype], 1, 8, is_fp8=key.is_fp8)
+        shape = KernelShape(
+            *sizes, KERNEL_DTYPES[key.dtype], 1, 8, is_fp8=key.is_fp8, value_chunk=key.value_chunk
+        )
         functions = [append_slots(shape), gather_rows(shape)]
         self._append, self._gather = compile_kernels(functions, kernels.arch, has_barriers=False)
 
@@ -160,11 +162,12 @@ def is_exact(copies: PageKernels) -> bool:
 def _make_store(
     key: KernelKey, random: Callable[..., torch.Tensor]
 ) -> tuple[ChunkLayout, StoreTensors, torch.Tensor, torch.Tensor]:
-    """Make pages for some rows, of heads of four widths, and the slots of their tokens and of padding."""
+    """Make pages for some rows, of heads of several widths, and the slots of their tokens and of padding."""
     head_dim, size, device = key.head_dim, key.chunk_size, key.device
     spare = 3 if key.max_chunks > head_dim // size else 0
     widths = (0, size - spare, head_dim // 2 // size * size + spare, head_dim)
-    layout = ChunkLayout(widths, head_dim, size)
+    values = (0, key.value_chunk, 0, head_dim) if key.value_chunk < head_dim else None
+    layout = ChunkLayout(widths, head_dim, size, values, key.value_chunk)
     mask = torch.arange(head_dim).flip(0) < torch.tensor(widths)[:, None]
     dtype = FP8 if key.is_fp8 else key.dtype
     pools, tables, slots = [], [], []

@@ -30,7 +30,7 @@ TILE = 64  # tokens of a block
 VECTOR = 8
 
 # Columns of a head's row in `ChunkLayout.head_table`.
-_KEPT, _NUM_KEPT, _VALUE_ROW, _DROPPED, _NUM_DROPPED, _WINDOW_ROW = range(6)
+_KEPT, _NUM_KEPT, _VALUE, _DROPPED, _NUM_DROPPED, _WINDOW_VALUE, _, _, _NUM_VALUES = range(9)
 
 
 def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: bool) -> Any:
@@ -41,7 +41,7 @@ def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: b
 
 def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
     """Return the kernel that writes tokens to pages; a slot of -1 is nowhere."""
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
     num_tokens, heads, key_stride, value_stride = T.dynamic("num_tokens, heads, key_stride, value_stride")
     layouts, all_chunks, table_rows = T.dynamic("layouts, all_chunks, table_rows")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
@@ -49,6 +49,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
+    value_chunks = list(range(d // f))
 
     def stored(number: Any, scale: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
@@ -58,9 +59,12 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
     @T.macro
     def write(
         pool: Any, pool_values: Any, slot: Any, page: Any, chunk: Any, tile: Any, value: Any, index: Any,
-        chunks: Any, count: Any, lanes: Any, row: Any,
+        chunks: Any, count: Any, lanes: Any, row: Any, first_value: Any, last_value: Any,
     ) -> None:  # fmt: skip
-        """Write K of a tile, `count` chunks from `chunks` on, whose channels stand at `lanes`; V to a row."""
+        """Write K of a tile, `count` chunks from `chunks` on, whose channels stand at `lanes`.
+
+        And a head's chunks of V from `first_value` up to `last_value`, from `row` on.
+        """
         for i in parallel(TILE):
             page[i] = T.truncdiv(T.max(slot[i], 0), pool.shape[2])
         for i in parallel(TILE):
@@ -74,10 +78,11 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
             for i, j in parallel(TILE, e):
                 if slot[i] >= 0:
                     pool[page[i], chunks + c, slot[i], j] = chunk[i, j]
-        if row >= 0:
-            for i, j in parallel(TILE, d):
-                if slot[i] >= 0:
-                    pool_values[page[i], row, slot[i], j] = value[i, j]
+        for c in value_chunks:
+            if (c >= first_value) & (c < last_value):
+                for i, j in parallel(TILE, f):
+                    if slot[i] >= 0:
+                        pool_values[page[i], row + c - first_value, slot[i], j] = value[c][i, j]
 
     @T.prim_func
     def leank_append_slots(
@@ -88,7 +93,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         key_scale: scales[0],
         value_scale: scales[1],
         key_mean: mean_type(shape),
@@ -105,7 +110,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(window_values.strides[0] % line == 0)
             tile = shared((TILE, d + line), shape.cache_dtype)
             chunk = fragment((TILE, e), shape.cache_dtype)
-            value = fragment((TILE, d), shape.cache_dtype)
+            value = [fragment((TILE, f), shape.cache_dtype) for _ in value_chunks]
             slot = shared((TILE,), "int32")
             page = shared((TILE,), "int32")
             window_slot = shared((TILE,), "int32")
@@ -134,17 +139,21 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                         head,
                         j,
                     )
-            for i, j in parallel(TILE, d):
-                if block * TILE + i < num_tokens:
-                    value[i, j] = stored(new_values[block * TILE + i, head, j], value_scale, head, j)
+            for c in value_chunks:
+                for i, j in parallel(TILE, f):
+                    if block * TILE + i < num_tokens:
+                        value[c][i, j] = stored(
+                            new_values[block * TILE + i, head, c * f + j], value_scale, head, c * f + j
+                        )
             write(
                 kept_keys, values, slot, page, chunk, tile, value, index, table[head, _KEPT],
-                table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE_ROW],
+                table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE], 0, table[head, _NUM_VALUES],
             )  # fmt: skip
             write(
                 window_keys, window_values, window_slot, window_page, chunk, tile, value, index,
                 table[head, _DROPPED], table[head, _NUM_DROPPED],
-                table[table_rows - 1, 0] + table[head, _DROPPED], table[head, _WINDOW_ROW],
+                table[table_rows - 1, 0] + table[head, _DROPPED], table[head, _WINDOW_VALUE],
+                table[head, _NUM_VALUES], d // f,
             )  # fmt: skip
 
     return leank_append_slots
@@ -152,7 +161,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
 
 def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
     """Return the kernel that copies all tokens of rows, one row behind the other."""
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
     num_tokens, heads, batch, rows, ends = T.dynamic("num_tokens, heads, batch, rows, ends")
     layouts, all_chunks, table_rows = T.dynamic("layouts, all_chunks, table_rows")
     entries, window_entries = T.dynamic("entries, window_entries")
@@ -172,9 +181,9 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
     def read(
         pool: Any, pool_values: Any, pages: Any, page: Any, place: Any, chunk: Any, tile: Any, index: Any,
         key_scale: Any, value_scale: Any, dense_values: Any, row: Any, first: Any, length: Any, start: Any,
-        head: Any, chunks: Any, count: Any, lanes: Any, value_row: Any,
+        head: Any, chunks: Any, count: Any, lanes: Any, value_row: Any, first_value: Any, last_value: Any,
     ) -> None:  # fmt: skip
-        """Put K of a tile, `count` chunks from `chunks` on, in the order of channels; copy V of a row."""
+        """Put K of a tile, `count` chunks from `chunks` on, in the order of channels; copy V's own chunks."""
         for i in parallel(TILE):
             page[i] = pages[row, T.truncdiv(T.min(first + i, length - 1), pool.shape[2])]
         for i in parallel(TILE):
@@ -188,11 +197,14 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
                     tile[i, T.max(channel, 0) % d] = widened(
                         chunk[i, j], key_scale, head, T.max(channel, 0) % d
                     )
-        if value_row >= 0:
-            for i, j in parallel(TILE, d):
+        for c in T.serial(last_value - first_value):
+            for i, j in parallel(TILE, f):
                 if first + i < length:
-                    dense_values[start + i, head, j] = widened(
-                        pool_values[page[i], value_row, place[i], j], value_scale, head, j
+                    dense_values[start + i, head, (first_value + c) * f + j] = widened(
+                        pool_values[page[i], value_row + c, place[i], j],
+                        value_scale,
+                        head,
+                        (first_value + c) * f + j,
                     )
 
     @T.prim_func
@@ -202,7 +214,7 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
         window_keys: pools[2],
         window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
+        table: T.Tensor((table_rows, 10), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
@@ -233,13 +245,14 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
                 read(
                     kept_keys, values, page_table, page, place, chunk, tile, index, key_scale, value_scale,
                     dense_values, row, block * TILE, length, start, head, table[head, _KEPT],
-                    table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE_ROW],
+                    table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE], 0,
+                    table[head, _NUM_VALUES],
                 )  # fmt: skip
                 read(
                     window_keys, window_values, window_table, page, place, chunk, tile, index, key_scale,
                     value_scale, dense_values, row, block * TILE, length, start, head, table[head, _DROPPED],
                     table[head, _NUM_DROPPED], table[table_rows - 1, 0] + table[head, _DROPPED],
-                    table[head, _WINDOW_ROW],
+                    table[head, _WINDOW_VALUE], table[head, _NUM_VALUES], d // f,
                 )  # fmt: skip
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:

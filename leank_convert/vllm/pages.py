@@ -2,12 +2,12 @@
 
 A page is one piece of memory for all layers of a rank. Kept pages hold of each layer, window pages alike
 
-    [kept chunks C][tokens][E]      then V of heads of width > 0  [heads][tokens][D]
-    [dropped chunks ][tokens][E]    then V of heads of width 0    [heads][tokens][D]
+    [kept chunks of K][tokens][E]       then [kept chunks of V][tokens][F]
+    [dropped chunks of K][tokens][E]    then [dropped chunks of V][tokens][F]
 
-so kept and window page together are a dense page, but for the padding of a head's last chunk. Ranks have to
-agree on a page's size: of one page for all layers that is the largest of sums, which differ little between
-ranks, not a sum of largests.
+so kept and window page together are a dense page, but for the padding of a head's last chunk of K. Ranks
+have to agree on a page's size: of one page for all layers that is the largest of sums, which differ little
+between ranks, not a sum of largests.
 
 Where layers of other kinds lie beside the pruned ones, vLLM makes groups of as many layers each, with pages
 of one size. So there a block is several pages, each of some pruned layers, and the others need few groups.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
+from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size, choose_value_chunk
 
 BLOCK_SIZE = 64
 """Tokens of a kept page where none are asked for: a tile of the decode kernels."""
@@ -45,36 +45,39 @@ class Numbers(NamedTuple):
 
 def numbers_of(layout: ChunkLayout) -> Numbers:
     """Count the numbers of a token of one layer."""
-    size, head_dim = layout.chunk_size, layout.head_dim
+    size, value_size = layout.chunk_size, layout.value_chunk
     return Numbers(
-        layout.num_kept_chunks * size + len(layout.value_heads) * head_dim,
-        layout.num_dropped_chunks * size + len(layout.window_heads) * head_dim,
+        layout.num_kept_chunks * size + sum(layout.kept_values) * value_size,
+        layout.num_dropped_chunks * size + sum(layout.dropped_values) * value_size,
     )
 
 
-def deal_heads(
-    widths: Sequence[Sequence[int]], head_dim: int, num_ranks: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def take_heads(layout: ChunkLayout, heads: Sequence[int]) -> ChunkLayout:
+    """Return how the channels of some of a layer's heads are cut."""
+    widths, values = layout.widths, layout.value_widths
+    own = None if values is None else tuple(values[head] for head in heads)
+    return replace(layout, widths=tuple(widths[head] for head in heads), value_widths=own)
+
+
+def deal_heads(layers: Sequence[ChunkLayout], num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Give each rank its KV heads of every layer, so that all ranks' pages are about alike in size.
 
     A checkpoint sorts heads by width: in its order one rank would have all narrow ones. Within a layer heads
     are dealt in turn, forth and back; the heaviest hand goes to the rank that has least so far.
 
     Args:
-        widths: Kept channels `[L][H_kv]`.
-        head_dim: D.
+        layers: How the channels of every layer's heads are cut.
         num_ranks: Ranks of tensor parallelism. Where they are more than the heads, several have the same one.
 
     Returns:
         KV heads `[rank][layer]`, ascending.
     """
-    chunk_size = choose_chunk_size(widths, head_dim)
-    num_heads = len(widths[0])
+    num_heads = len(layers[0].widths)
     num_hands = min(num_ranks, num_heads)
     weights = [0] * num_hands
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_hands)]
-    for layer in widths:
-        cost = [numbers_of(ChunkLayout((width,), head_dim, chunk_size)).kept for width in layer]
+    for layer in layers:
+        cost = [numbers_of(take_heads(layer, (head,))).kept for head in range(num_heads)]
         hands: list[list[int]] = [[] for _ in range(num_hands)]
         for place, head in enumerate(sorted(range(num_heads), key=lambda head: -cost[head])):
             turn, seat = divmod(place, num_hands)
@@ -132,6 +135,7 @@ class ModelPages:
         num_parts: Pages of a block, each of some of a stage's layers.
         least: Numbers that a page has at least, for what layers of other kinds hold.
         window_step: Tokens of a window page are a multiple of it.
+        value_widths: Kept channels of V `[L][H_kv]`; None where V is not pruned.
     """
 
     widths: tuple[tuple[int, ...], ...]
@@ -141,28 +145,29 @@ class ModelPages:
     num_parts: int = 1
     least: int = 0
     window_step: int = STEP
+    value_widths: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def heads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """KV heads `[rank][layer]`."""
-        return deal_heads(self.widths, self.head_dim, self.num_ranks)
+        return deal_heads(self.layers, self.num_ranks)
 
     @cached_property
-    def chunk_size(self) -> int:
-        """E, of all layers, as in the checkpoint's own runtime."""
-        return choose_chunk_size(self.widths, self.head_dim)
+    def layers(self) -> tuple[ChunkLayout, ...]:
+        """How the channels of every layer's heads are cut, as in the checkpoint's own runtime."""
+        sizes = self.head_dim, choose_chunk_size(self.widths, self.head_dim)
+        value_chunk = choose_value_chunk(self.value_widths, self.head_dim)
+        values = self.value_widths or [None] * len(self.widths)
+        return tuple(
+            ChunkLayout(widths, *sizes, own, value_chunk)
+            for widths, own in zip(self.widths, values, strict=True)
+        )
 
     def layout(self, rank: int, stage: tuple[int, int]) -> PageLayout:
         """Pages of a rank in a stage."""
         dealt = self.heads[rank]
         return PageLayout(
-            tuple(
-                ChunkLayout(
-                    tuple(self.widths[layer][head] for head in dealt[layer]), self.head_dim, self.chunk_size
-                )
-                for layer in range(*stage)
-            ),
-            self.parts(stage),
+            tuple(take_heads(self.layers[layer], dealt[layer]) for layer in range(*stage)), self.parts(stage)
         )
 
     def parts(self, stage: tuple[int, int]) -> tuple[int, ...]:
@@ -170,9 +175,8 @@ class ModelPages:
 
         The widest go first, each to the page that has least.
         """
-        layouts = [ChunkLayout(self.widths[layer], self.head_dim, self.chunk_size) for layer in range(*stage)]
         # One more each, so that no page stays empty.
-        numbers = [numbers_of(layout).kept + 1 for layout in layouts]
+        numbers = [numbers_of(layout).kept + 1 for layout in self.layers[slice(*stage)]]
         sums, parts = [0] * self.num_parts, {}
         for layer in sorted(range(len(numbers)), key=lambda layer: -numbers[layer]):
             parts[layer] = min(range(self.num_parts), key=sums.__getitem__)
@@ -229,9 +233,9 @@ class LayerPages(NamedTuple):
 
     Attributes:
         kept_keys: Kept channels of all tokens `[pages, C, P, E]`.
-        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        values: Kept channels of V of all tokens `[pages, C_values, P, F]`.
         window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
-        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
+        window_values: Dropped channels of V of the same `[window_pages, C_dropped_values, P_window, F]`.
     """
 
     kept_keys: torch.Tensor
@@ -251,14 +255,14 @@ def view_layer(
         layout: How the layer's channels are cut.
         start: Where the layer begins in a token's numbers.
     """
-    size, head_dim = layout.chunk_size, layout.head_dim
+    size, value_size = layout.chunk_size, layout.value_chunk
     num_kept, num_dropped = layout.num_kept_chunks, layout.num_dropped_chunks
     window = kept if window is None else window
     return LayerPages(
         _view_rows(kept, start.kept, num_kept, size),
-        _view_rows(kept, start.kept + num_kept * size, len(layout.value_heads), head_dim),
+        _view_rows(kept, start.kept + num_kept * size, sum(layout.kept_values), value_size),
         _view_rows(window, start.window, num_dropped, size),
-        _view_rows(window, start.window + num_dropped * size, len(layout.window_heads), head_dim),
+        _view_rows(window, start.window + num_dropped * size, sum(layout.dropped_values), value_size),
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from leank_convert.leank_block import CACHE_KEYS, KEY_MEAN_KEY, LEANK_KEYS
-from leank_convert.mask import MaskProvenance
+from leank_convert.leank_block import CACHE_KEYS, KEY_MEAN_KEY, LEANK_KEYS, VALUE_WIDTHS_KEY
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.methods import METHODS
 from leank_convert.onnx import description
 
@@ -40,7 +40,7 @@ def literal_keys(function: object) -> set[str]:
 @pytest.mark.parametrize(
     ("title", "keys"),
     [
-        ("The `leank` block", {*LEANK_KEYS, *CACHE_KEYS, KEY_MEAN_KEY}),
+        ("The `leank` block", {*LEANK_KEYS, *CACHE_KEYS, KEY_MEAN_KEY, VALUE_WIDTHS_KEY}),
         ("Mask file", {field.name for field in dataclasses.fields(MaskProvenance)}),
         ("ONNX folder", literal_keys(description.describe) | literal_keys(description.describe_cache)),
     ],

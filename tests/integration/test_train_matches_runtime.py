@@ -10,12 +10,14 @@ from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES
 from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.held_out import project
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from runtime import modeling_leank
-from tests.tiny_families import FAMILIES, TRAINS_LINEAR, three_layers, tiny_model
+from tests.checks import prune_values
+from tests.tiny_families import FAMILIES, TRAINS_LINEAR, some_families, three_layers, tiny_model
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
 # Tokens of each question on a context, and of its answer.
@@ -59,6 +61,11 @@ CASES = [
         for family in FAMILIES
         if family.values[0].model_type in ("gpt_oss", "olmo3", "qwen3_next", "smollm3")
     ),
+    *(("llama", "V pruned", place, QUESTIONS[1]) for place in PLACES),
+    *(
+        pytest.param(family.values[0].model_type, "V pruned", "middle", QUESTIONS[1], marks=family.marks)
+        for family in some_families("gpt_oss", "phi3", "qwen2")
+    ),
 ]
 
 
@@ -72,9 +79,13 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     # As large as keys are; it need not be theirs.
     generator = torch.Generator().manual_seed(5)
     key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if kind == "centred keys" else None
+    wanted, left = ChannelMask(mask, key_mean=key_mean), None
+    if kind == "V pruned":
+        wanted = prune_values(wanted, tmp_path / "model")
+        left = project(wanted).double()
     export_checkpoint(
         tmp_path / "model",
-        ChannelMask(mask, key_mean=key_mean),
+        wanted,
         tmp_path / "out",
         sink_size=sink_size,
         recent_size=recent_size,
@@ -97,7 +108,8 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
         context = run_context_pass(trained, prefix, room)
         teacher = run_question_pass(trained, context, packed)
         windows = Windows(sink_size, recent_size)
-        student = run_answer_pass(trained, context, packed, Student(windows, mask.double(), mask.any(-1)))
+        pruned = Student(windows, mask.double(), mask.any(-1), projections=left)
+        student = run_answer_pass(trained, context, packed, pruned)
 
         model_class = getattr(modeling_leank, f"LeanK{ARCHITECTURES[family].base_class}")
         deployed = model_class.from_pretrained(tmp_path / "out", dtype=torch.float64, **eager)
@@ -111,7 +123,8 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     row = ARCHITECTURES[family]
     # Routers, norms over all heads and linear attention compute in float32, whatever the model's dtype.
     rounded = row.experts or family in ("olmo2", "olmo3")
-    close = 1e-4 if "linear_attention" in row.other_layers else 1e-5 if rounded else 1e-8
+    in_single = "linear_attention" in row.other_layers or kind == "V pruned"  # whose basis is
+    close = 1e-4 if in_single else 1e-5 if rounded else 1e-8
     torch.testing.assert_close(student, torch.cat(decoded), rtol=close, atol=close)
     longest = num_context + max(asked + answered for asked, answered in sizes)
     prunes = longest > sink_size + recent_size + 1

@@ -14,13 +14,13 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.mask import (
     ChannelMask,
-    MaskProvenance,
     all_channels_mask,
     check_mask_fits,
     load_mask,
     resolve_mask,
     save_mask,
 )
+from leank_convert.mask_provenance import MaskProvenance
 
 
 def facts(**changes):

@@ -119,7 +119,14 @@ def coded_pair(
         widths, head_dim = (INT4_WIDTHS, 80) if is_wide else (widths, 16)
         masks = some_masks(widths, head_dim)
         pair = model_pair(masks, *family, **config)
-        if codec == "auto":
+        if "values" in constants:
+            kept = [
+                [bool(width) * (layer + head) % 5 for head, width in enumerate(row)]
+                for layer, row in enumerate(widths)
+            ]
+            block = {"value_widths": [[head_dim // 4 * quarters for quarters in row] for row in kept]}
+            pair.leank.config.leank = {**pair.leank.config.leank, **block}
+        if codec in ("auto", "auto values"):
             return pair
         pair.leank.double()
         generator = torch.Generator().manual_seed(1)

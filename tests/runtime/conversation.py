@@ -291,6 +291,14 @@ class Restatement:
                 self.rows.append(ghost)
         self.layers = {layer.layer_idx: place for place, layer in enumerate(self.cache.pruned_layers)}
 
+    def kept_values(self, place: int) -> torch.Tensor:
+        """Channels of V that pruned tokens keep, bool `[H_kv, D]`."""
+        masks, block = self.rows[0].masks[place], self.model.config.leank
+        widths = (
+            torch.tensor(block["value_widths"][place]) if "value_widths" in block else masks.any(-1) * 2**16
+        )
+        return torch.arange(masks.shape[1]) < widths[:, None]
+
     def stored(
         self, index: int, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -325,7 +333,7 @@ class Restatement:
                 for states, scale in zip((keys, values), scales, strict=True)
             )
         elif kv_dtype == "int4":
-            masks = row.masks[place], torch.ones_like(row.masks[place])
+            masks = row.masks[place], self.kept_values(place)
             keys, values = (
                 emulate(states[None], assign_chunks(mask))[0]
                 for states, mask in zip((keys, values), masks, strict=True)
@@ -370,7 +378,9 @@ def slow_attention(
     for index, row in enumerate(restated.rows):
         count = len(row.tokens)
         view, is_dense = row.view(), torch.tensor(row.is_dense)[:, None]
+        is_kept = torch.ones_like(restated.rows[0].masks[0])  # of V's channels
         if module.layer_idx in restated.layers:
+            is_kept = restated.kept_values(restated.layers[module.layer_idx])
             masks = row.masks[restated.layers[module.layer_idx]]
             of_keys, of_values, mean = restated.stored(index, module.layer_idx, key, value)
         else:
@@ -391,7 +401,9 @@ def slow_attention(
                 beside = sinks[head].expand(count, 1) - kwargs["scaling"] * fallen
                 logits = torch.cat([logits, beside], -1)
             weights = logits.softmax(-1)[:, :count]
-            outputs[index, :count, head] = torch.where(is_dense, weights @ v, weights @ of_values[of])
+            kept, whole = of_values[of] * is_kept[of], torch.where(view == WHOLE, weights, 0)
+            stored = weights @ kept + whole @ (of_values[of] - kept)
+            outputs[index, :count, head] = torch.where(is_dense, weights @ v, stored)
     return outputs, None
 
 

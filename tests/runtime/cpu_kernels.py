@@ -23,7 +23,7 @@ class CpuKernels(DecodeKernels):
         self.key = KernelKey(
             torch.device("cpu"), torch.float32, shape.head_dim, shape.num_groups, shape.chunk_size,
             shape.max_chunks, shape.num_queries, shape.load_tokens,
-            torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks,
+            torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks, value_chunk=shape.value_chunk,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
         self._attention = compiled_when_called(generic_attention, shape)

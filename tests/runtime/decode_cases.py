@@ -11,7 +11,7 @@ from runtime.constants_leank import Constants
 from runtime.decode_kernels_leank import DecodeKernels
 from runtime.fp8_leank import as_bytes, quantise
 from runtime.kernel_key_leank import TILE
-from runtime.layout_leank import ChunkLayout, order_channels
+from runtime.layout_leank import ChunkLayout, choose_value_chunk, order_channels
 from runtime.reference_leank import attend_naively
 from runtime.stored_leank import StoreTensors
 from tests.runtime.stand_ins import PlainKernels
@@ -94,16 +94,18 @@ def make_case(
     page_sizes: tuple[int, int] = (TILE, TILE),
     cache_dtype: torch.dtype | None = None,
     has_sinks: bool = False,
+    value_widths: tuple[int, ...] | None = None,
 ) -> DecodeCase:
     """Make a decode step on random data, with a mean of keys and with scales of every row's own.
 
     A row of `rows` is tokens, new ones counted, and pruned ones among them: one number for all columns, or
-    that of the first and that of the last.
+    that of the first and that of the last. `value_widths` are as in `ChunkLayout`.
     """
     num_heads, head_dim = channel_mask.shape
     batch_size, device = len(rows), torch.device(device)
     widths = tuple(int(width) for width in channel_mask.sum(-1))
-    layout = ChunkLayout(widths, head_dim, chunk_size)
+    value_chunk = choose_value_chunk(value_widths and [value_widths], head_dim)
+    layout = ChunkLayout(widths, head_dim, chunk_size, value_widths, value_chunk)
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -140,11 +142,11 @@ def make_case(
         free = torch.ones(num_pages, page_size, dtype=torch.bool)
         holds = (used & (token < stored)).view(batch_size, num_entries, page_size)
         free[table[is_page].long()] = ~holds[is_page]
-        heads = layout.window_heads if in_window else layout.value_heads
+        values = layout.dropped_value_index if in_window else layout.kept_value_index
         chunks = index[0, num_kept:] if in_window else index[0, :num_kept]
         keys = random(num_pages, len(chunks), page_size, chunk_size)
         keys.masked_fill_((chunks < 0)[None, :, None, :], 0)
-        for pool in (keys, random(num_pages, len(heads), page_size, head_dim)):
+        for pool in (keys, random(num_pages, len(values), page_size, value_chunk)):
             pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan)
             memory.append(pool if cache_dtype is None else quantise(pool, torch.tensor(2.0**-6)))
         tables.append(table.to(device))

@@ -101,7 +101,8 @@ class PlainKernels:
         rows = torch.arange(len(seen), device=seen.device)
         index = store.chunk_index.long().expand(len(seen), -1, -1)
         num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
-        in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
+        size, place = self.value_chunk(store), torch.arange(self.head_dim, device=seen.device)
+        in_store = (place < table[:, 8, None] * size).flatten()  # V's channels, of all heads
         if store.key_mean is not None:
             keys = (keys - store.key_mean[:, :, None]).to(keys.dtype)
         if store.key_scale is not None:
@@ -111,16 +112,19 @@ class PlainKernels:
             token = (seen[:, column].long() - 1).clamp(min=0)
             lanes = keys[:, :, column].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
             lanes = torch.where(index < 0, 0, lanes)
-            keep = valid[:, column, None, None]
+            keep, of_values = valid[:, column, None, None], values[:, :, column].flatten(1)
             for pool, pages, new in (
                 (store.kept_keys, store.page_table, lanes[:, :num_kept]),
                 (store.window_keys, store.window_table, lanes[:, num_kept:]),
-                (store.values, store.page_table, values[:, in_store, column]),
-                (store.window_values, store.window_table, values[:, in_window, column]),
+                (store.values, store.page_table, of_values[:, in_store].unflatten(1, (-1, size))),
+                (store.window_values, store.window_table, of_values[:, ~in_store].unflatten(1, (-1, size))),
             ):
                 pool = as_bytes(pool)
                 page, place = pages[rows, token // pool.shape[2]], token % pool.shape[2]
                 pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
+
+    def value_chunk(self, store):
+        return store.values.shape[3]
 
     def rope_append(self, projected, cos, sin, norms, store, seen, valid):
         heads = projected.view(*seen.shape, -1, self.head_dim).transpose(1, 2)
@@ -161,9 +165,15 @@ class PlainKernels:
             else:
                 held = store.window_keys[window_page[whole], dropped, token[whole] % size]
                 dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real].to(dense.dtype)
-        heads = store.head_table[:-1, 2] >= 0
+        heads = store.head_table[:-1, 9] >= 0
         keys[:length] = dense[:, heads]
-        values[:length] = store.values[page, :, token % size].to(values.dtype)
+        held = store.values[page, :, token % size].to(values.dtype)
+        dropped = values.new_zeros(length, *store.window_values.shape[1::2])
+        dropped[whole] = store.window_values[window_page[whole], :, token[whole] % size].to(values.dtype)
+        for head, (value, count, first) in enumerate(store.head_table[:-1][heads][:, [2, 8, 5]].tolist()):
+            own = self.head_dim // self.value_chunk(store) - count
+            chunks = held[:, value : value + count], dropped[:, first : first + own]
+            values[:length, head] = torch.cat([part.flatten(1) for part in chunks], 1)
         for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
             if scale is not None:
                 states[:length] *= scale[min(row, len(scale) - 1), heads]
@@ -198,7 +208,8 @@ class PlainKernels:
         whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[..., None]))
         outputs = []
         for head, row in enumerate(store.head_table[:-1].tolist()):
-            first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
+            first, count, value, first_dropped, num_dropped, first_window, _, _, num_values, _ = row
+            num_window = self.head_dim // self.value_chunk(store) - num_values
             q = query[:, head * self.num_groups : (head + 1) * self.num_groups]
             parts = []
             for chunks, of in (
@@ -212,13 +223,16 @@ class PlainKernels:
                     scores = scores + lanes @ own[:, None].transpose(2, 3) * softmax_scale
                 parts.append(scores)
             scores = parts[0] + torch.where(whole[:, None], parts[1], 0)
-            counted = whole if value_row < 0 else visible
-            own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
+            counted = visible if count else whole
             scores = scores.masked_fill(~counted[:, None], -torch.inf)
             if sinks is not None:  # one more logit, without a value
                 heads = slice(head * self.num_groups, (head + 1) * self.num_groups)
                 own = sinks[heads, None] - softmax_scale * fallen[:, heads]
                 scores = torch.cat([scores, own[..., None]], -1)
-            out = scores.softmax(-1)[..., : own_values.shape[1]] @ own_values[:, None]
+            weights = scores.softmax(-1)[..., :capacity]
+            parts = [weights @ values[:, None, value + chunk] for chunk in range(num_values)]
+            weights = torch.where(whole[:, None], weights, 0)
+            parts += [weights @ window[:, None, first_window + chunk] for chunk in range(num_window)]
+            out = torch.cat(parts, -1)
             outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
         return torch.cat(outputs, 1)

@@ -169,6 +169,20 @@ class TestOwnChannelMasks:
         ours = model.generate(ids(2, 30), cache=cache, **GREEDY)
         assert torch.equal(ours, expected)
 
+    def test_v_stays_pruned_but_where_the_model_kept_nothing_or_it_is_asked_to_be_whole(self, coded_pair):
+        pair = coded_pair("auto values", prune="deferred")
+        pruned = pair.leank.config.leank["value_widths"]
+        for prune_values in (True, False):
+            cache = feed(pair.leank, ids(2, 30)[:, :29])[CACHE]
+            for layer, widths in zip(cache.layers, pruned, strict=True):
+                layer.set_channel_mask(torch.ones(3, 16, dtype=torch.bool), prune_values=prune_values)
+                kept = zip(widths, layer.model_mask[0].any(-1).tolist(), strict=True)
+                whole = [16 if not keeps or not prune_values else width for width, keeps in kept]
+                assert list(layer.layout.value_widths) == whole
+            ours = pair.leank.generate(ids(2, 30), cache=cache, **GREEDY)
+            dense = pair.dense.generate(ids(2, 30), **GREEDY)
+            assert torch.equal(ours, dense) != prune_values
+
     @pytest.mark.parametrize(
         ("mask", "message"),
         [

@@ -11,6 +11,7 @@ import torch
 
 from runtime import decode_kernels_leank
 from runtime.decode_kernels_leank import DecodeKernels
+from runtime.fp8_leank import FP8
 from runtime.kernel_key_leank import KernelKey
 
 
@@ -21,9 +22,10 @@ from runtime.kernel_key_leank import KernelKey
 )
 def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
     pytest.importorskip("tilelang")
-    sizes = ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9))
-    for (head_dim, chunk_size, max_chunks), count in itertools.product(sizes, (8, queries)):
-        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks, count)
+    sizes = ((64, 32, 2, 64), (96, 16, 7, 96), (128, 32, 4, 128), (128, 16, 9, 128), (128, 32, 4, 64))
+    for (head_dim, chunk_size, max_chunks, chunk), count in itertools.product(sizes, (8, queries)):
+        shape = (head_dim, 4, chunk_size, max_chunks, count)
+        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, *shape, value_chunk=chunk)
         shape = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
         stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
         assert shape.num_stages >= 2
@@ -33,16 +35,17 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
-    ("generation", "instructions", "num_kernels", "num_overlapping", "has_glue"),
+    ("generation", "instructions", "num_kernels", "num_overlapping", "change"),
     [
-        ((9, 0), ("wgmma_ss", "tma_load"), 11, 9, True),
-        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, False),
-        ((8, 0), ("mma", "cp_async_gs"), 7, 0, True),
+        ((9, 0), ("wgmma_ss", "tma_load"), 11, 9, {}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 64}),
+        ((9, 0), ("wgmma_rs", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 32, "cache_dtype": FP8}),
+        ((8, 0), ("mma", "cp_async_gs"), 7, 0, {"value_chunk": 64}),
     ],
-    ids=["Hopper", "Hopper, attention alone", "Ampere"],
+    ids=["Hopper", "attention alone, V in chunks", "the same in FP8", "Ampere, V in chunks"],
 )
 def test_what_decoding_launches_compiles_without_a_gpu(
-    generation, instructions, num_kernels, num_overlapping, has_glue, monkeypatch
+    generation, instructions, num_kernels, num_overlapping, change, monkeypatch
 ):
     properties = SimpleNamespace(
         major=generation[0],
@@ -61,7 +64,7 @@ def test_what_decoding_launches_compiles_without_a_gpu(
         return kernel
 
     monkeypatch.setattr(tilelang, "compile", compiled)
-    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8, has_glue=has_glue))
+    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8, **change))
     assert len(sources) == num_kernels
     (attention,) = (source for source in sources if "leank_attention" in source)
     assert all(instruction in attention for instruction in instructions)

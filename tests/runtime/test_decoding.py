@@ -33,7 +33,9 @@ SIZES = {
     "huge ring": (3, HUGE, HUGE),
     "huge": (HUGE, HUGE, HUGE),
 }
-CODECS = ["auto", "auto centred", "fp8", "fp8 static", "fp8 static centred", "int4"]
+CODECS = [
+    "auto", "auto centred", "auto values", "fp8", "fp8 static", "fp8 static centred", "int4", "int4 values",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -93,6 +93,15 @@ def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused
     assert len(fused_steps) == 2  # the warm-up and the capture
 
 
+def test_a_fused_step_over_pruned_values(fused_steps, build, assert_close):
+    model = build()
+    values = {"value_widths": [[0, 8, 16], [4, 0, 8]]}
+    model.config.leank = {**model.config.leank, **values}
+    assert model.build_cache().layers[0].layout.value_chunk == 4
+    compare(model, assert_close)
+    assert len(fused_steps) == 2
+
+
 def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = build("Phi3", rope_parameters=rope)

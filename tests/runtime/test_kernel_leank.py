@@ -51,9 +51,8 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def on_cpu(num_programs, is_fp8=False, has_sinks=False):
-    shape = KernelShape(D, GROUPS, E, D // E + 1, "float32", 1, 8, is_fp8=is_fp8, has_sinks=has_sinks)
-    return CpuKernels(shape, num_programs)
+def on_cpu(num_programs, **change):
+    return CpuKernels(KernelShape(D, GROUPS, E, D // E + 1, "float32", 1, 8, **change), num_programs)
 
 
 def case_of(widths, rows, *, sink=SINK, columns=1, **change):
@@ -149,6 +148,24 @@ def test_append_and_attention_follow_the_rule(widths, num_programs, check):
     assert case.is_appended_by(kernels)
 
 
+# Channels of K that heads keep, and of V, in chunks of 32: none, some, all; no K dropped; no V kept.
+VALUES = [
+    ((0, 16, 32, 64), (0, 0, 32, 64)), ((64, 64, 64), (32, 0, 64)), ((16, 64), (0, 0)), ((0, 0), (0, 0)),
+    ((64, 32), (64, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("num_programs", [1, 5, 64])
+@pytest.mark.parametrize(("widths", "value_widths"), VALUES, ids=str)
+def test_pruned_values_follow_the_rule(widths, value_widths, num_programs, columns, check):
+    rows = ROWS if columns == 1 else DRAFT_ROWS
+    case = case_of(widths, rows, columns=columns, value_widths=value_widths, page_sizes=(64, 128))
+    kernels = on_cpu(num_programs, value_chunk=case.layout.value_chunk)
+    check(run_case(kernels, case, SCALE), case)
+    assert case.is_appended_by(kernels)
+
+
 @pytest.mark.parametrize("sink", [0, 1, 64, 65, 130])
 def test_sinks_and_recent_tokens_of_every_size(sink, check):
     sizes = [(1, 0), (2, 0), (64, 0), (65, 1), (129, 64), (200, 0), (300, 77), (500, 63)]
@@ -233,10 +250,11 @@ def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_pla
     assert launched == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("value_chunk", [0, 32])
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
-def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(is_fp8):
+def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(is_fp8, value_chunk):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        assert disagreement(on_cpu(4, is_fp8=is_fp8)) < 1e-5
+        assert disagreement(on_cpu(4, is_fp8=is_fp8, value_chunk=value_chunk)) < 1e-5
 
 
 @pytest.mark.parametrize(

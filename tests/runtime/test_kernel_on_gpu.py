@@ -16,7 +16,7 @@ from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
 from runtime.find_kernels_leank import find_kernels  # noqa: E402
 from runtime.fp8_leank import FP8  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
-from runtime.layout_leank import choose_chunk_size  # noqa: E402
+from runtime.layout_leank import choose_chunk_size, choose_value_chunk  # noqa: E402
 from runtime.self_check_leank import disagreement  # noqa: E402
 from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 
@@ -39,7 +39,9 @@ MASKS = [
 ][:2]
 
 
-def kernels_for(mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, cache_dtype=None):
+def kernels_for(
+    mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, cache_dtype=None, values=None
+):
     layout_chunks = max(
         -(-int(w) // chunk_size) + -(-(mask.shape[1] - int(w)) // chunk_size) for w in mask.sum(-1)
     )
@@ -53,12 +55,13 @@ def kernels_for(mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, 
         num_columns=num_columns,
         load_tokens=load_tokens,
         cache_dtype=cache_dtype,
+        value_chunk=choose_value_chunk(values and [values], mask.shape[1]),
     )
 
 
 def check(
     mask, groups, dtype, rows=ROWS, sink=SINK, seed=0, kernels=None, num_columns=1, valid=None,
-    page_sizes=(64, 64), run=run_case, cache_dtype=None, scales_per_row=True,
+    page_sizes=(64, 64), run=run_case, cache_dtype=None, scales_per_row=True, values=None,
 ):  # fmt: skip
     """Hold the kernel to the reference in fp64: at most twice the error of torch's in `dtype`.
 
@@ -66,14 +69,16 @@ def check(
     """
     chunk_size = choose_chunk_size([[int(w) for w in mask.sum(-1)]], mask.shape[1])
     load_tokens = min(64, *(size & -size for size in page_sizes))
-    kernels = kernels or kernels_for(mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype)
+    kernels = kernels or kernels_for(
+        mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype, values
+    )
     assert kernels is not None
     case = make_case(
         mask, rows, chunk_size=chunk_size, num_groups=groups, sink_size=sink, dtype=dtype, seed=seed,
         device=torch.device("cuda", 0), num_columns=num_columns, valid=valid, page_sizes=page_sizes,
-        cache_dtype=cache_dtype,
+        cache_dtype=cache_dtype, value_widths=values,
     )  # fmt: skip
-    if cache_dtype is not None:
+    if cache_dtype is not None or values is not None:
         case = case if scales_per_row else case.of_one_checkpoint()
         assert case.is_appended_by(kernels)
     scale = mask.shape[1] ** -0.5
@@ -253,6 +258,45 @@ def test_every_number_is_stored_in_fp8_as_torch_stores_it():
     assert replace(case, keys=numbers, values=numbers.flip(0)).is_appended_by(kernels)
 
 
+# Channels that heads keep of K, and of V, in chunks of so many.
+VALUES = {
+    "chunks of 64": ((0, 32, 64, 128), (0, 64, 128, 0)),
+    "chunks of 32": ((0, 32, 64, 128, 96), (0, 32, 128, 0, 96)),
+    "whole K, chunks of 64": ((128, 128), (64, 0)),
+    "chunks of 48": ((0, 64, 32, 96), (0, 0, 48, 96)),
+    "chunks of 96": ((32, 192, 64), (0, 192, 96)),
+}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=["as they come", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "num_columns"),
+    [*((name, 1) for name in VALUES), *((name, count) for name in list(VALUES)[:2] for count in (4, 8, 16))],
+)
+def test_pruned_values(name, num_columns, cache_dtype):
+    widths, values = VALUES[name]
+    mask = torch.arange(max(*widths, *values)).flip(0) < torch.tensor(widths)[:, None]
+    rows = ROWS if num_columns == 1 else DRAFT_ROWS
+    check(
+        mask, 4, torch.bfloat16, rows, num_columns=num_columns, cache_dtype=cache_dtype, values=values,
+        page_sizes=(128, 64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_columns", [1, 8])
+@pytest.mark.parametrize("generic", [False, True], ids=["", "the body for older GPUs"])
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+def test_pruned_values_on_small_pages(cache_dtype, generic, num_columns):
+    mask, values = torch.arange(128) < torch.tensor((0, 32, 64, 128))[:, None], (0, 64, 0, 128)
+    kernels = kernels_for(mask, 4, torch.bfloat16, 32, num_columns, 16, cache_dtype, values)
+    if generic:
+        kernels = DecodeKernels(kernels.key, generic=True)
+    check(
+        mask, 4, torch.bfloat16, DRAFT_ROWS, kernels=kernels, num_columns=num_columns, page_sizes=(48, 16),
+        run=run_side_by_side, cache_dtype=cache_dtype, values=values,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("sink", [0, 1, 65])
 @pytest.mark.parametrize("recent", [0, 1, 63, 100])
 def test_odd_windows(sink, recent):
@@ -376,6 +420,7 @@ def warnings(monkeypatch, caplog):
         ({"num_groups": 32}, "at most 16 query heads"),
         ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
         ({"cache_dtype": torch.uint8}, "no kernels serve an int4 cache"),
+        ({"value_chunk": 16}, "a multiple of 16 channels, 32 or more, not of 16"),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from runtime.layout_leank import ChunkLayout, choose_chunk_size, choose_value_chunk, order_channels
 from tests.tiny_families import random_mask
 
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
@@ -39,3 +39,10 @@ def test_every_channel_has_one_lane(widths, chunk_size):
 )
 def test_the_chunk_size_is_as_large_as_the_widths_allow(widths, head_dim, expected):
     assert choose_chunk_size(widths, head_dim) == expected
+
+
+def test_a_chunk_of_v_is_a_head_unless_some_of_it_can_be_dropped():
+    assert choose_value_chunk(None, 128) == 128
+    assert choose_value_chunk([[0, 128], [64, 64]], 128) == 64
+    assert choose_value_chunk([[0, 128]], 128) == 64
+    assert choose_value_chunk([[32, 64], [0, 96]], 96) == 32

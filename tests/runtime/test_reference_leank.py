@@ -18,6 +18,8 @@ from tests.runtime.tiny_inputs import random_masks
 
 D, SINK, SCALE = 64, 3, 0.3
 WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]
+# Channels of K that heads keep, and of V.
+VALUES = [((0, 16, 64), (0, 32, 64)), ((64, 64), (32, 0)), ((5, 21, 63), (8, 16, 24)), ((16, 16), (0, 0))]
 LENGTHS = [1, 2, 3, 4, 41, 9, 16, 63, 64, 65]
 PRUNED = [0, 0, 0, 0, 28, 0, 3, 51, 49, 50]
 
@@ -80,12 +82,14 @@ def check():
     return check
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize(
+    ("widths", "value_widths"), [*((widths, None) for widths in WIDTHS), *VALUES], ids=str
+)
 @pytest.mark.parametrize("attend", [in_store, in_turn])
-def test_it_is_attention_over_the_three_regions(widths, attend, check):
+def test_it_is_attention_over_the_three_regions(widths, value_widths, attend, check):
     rows = list(zip(LENGTHS, PRUNED, strict=True))
     for columns in (1, 4):
-        case = case_of(widths, rows, columns=columns)
+        case = case_of(widths, rows, columns=columns, value_widths=value_widths)
         check(case, attend(case))
 
 
@@ -98,9 +102,10 @@ def test_a_loose_bound_on_lengths_and_torchs_default_device_change_nothing(check
 
 
 def test_every_column_may_see_its_own_part(check):
-    case = case_of((0, 16, 64), [(37, 22, 24), (9, 0, 5)], columns=3)
-    assert len(case.pruned.unique()) > 3
-    check(case, in_store(case))
+    for value_widths in (None, (0, 32, 64)):
+        case = case_of((0, 16, 64), [(37, 22, 24), (9, 0, 5)], columns=3, value_widths=value_widths)
+        assert len(case.pruned.unique()) > 3
+        check(case, in_store(case))
 
 
 def test_an_empty_row_and_a_nan_query_stay_in_their_row(check):

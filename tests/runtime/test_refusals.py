@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_other_attention_requests_are_refused(request_, model_pair):
         model(one_row())
 
 
-def test_an_adapter_is_refused_where_heads_moved(model_pair, monkeypatch):
+def test_an_adapter_is_refused_where_heads_moved_or_v_is_in_another_basis(model_pair, monkeypatch):
     model = model_pair(everything()).leank
     base = LeanKLlamaModel(model.config).eval()
     loaded = []
@@ -152,10 +153,12 @@ def test_an_adapter_is_refused_where_heads_moved(model_pair, monkeypatch):
     for each in (model, base):
         each.load_adapter("own/adapter", adapter_name="x")
     assert loaded == [(("own/adapter",), {"adapter_name": "x"})] * 2
-    model.config.leank = {**model.config.leank, "head_permutation": [[0, 1], [1, 0]]}
-    for each in (model, base):
+    block = model.config.leank
+    folded = {"value_widths": [[8, 8], [8, 8]], "files": {"channel_mask.safetensors": "0"}}
+    for change, each in itertools.product(({"head_permutation": [[0, 1], [1, 0]]}, folded), (model, base)):
+        model.config.leank = {**block, **change}
         with pytest.raises(
-            ValueError, match=r"load_adapter: KV heads are in another order .*`leank-convert adapter"
+            ValueError, match=r"load_adapter: KV heads are in another order, .*`leank-convert adapter"
         ):
             each.load_adapter("own/adapter")
         with pytest.raises(ValueError, match="load_adapter: KV heads"):

@@ -7,6 +7,7 @@ from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.layout_leank import (
     ChunkLayout,
     choose_chunk_size,
+    choose_value_chunk,
     order_channels,
 )
 from leank_convert._runtime.pruned_attention_leank import decode_attention
@@ -24,11 +25,12 @@ LENGTHS = (70, 5, 33)
 PAGE, WINDOW_PAGE = 16, 32
 
 
-def make_store(widths, is_fp8=False):
+def make_store(widths, is_fp8=False, value_widths=None):
     """A pool of used pages for three rows, nothing written."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
-    layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM))
+    value_chunk = choose_value_chunk(value_widths and [value_widths], HEAD_DIM)
+    layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM), value_widths, value_chunk)
     numbers = numbers_of(layout)
     pools = [
         torch.full((20, 1, size, count + 4), 1e3).flatten(1)[:, : size * count].unflatten(1, (1, size, count))
@@ -67,11 +69,20 @@ def draw_tokens(num_heads):
     return keys, values, 4 * torch.randn(1, num_heads, HEAD_DIM, generator=generator)
 
 
-@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8"], ids=str)
+NARROW = (0, 5, 16)
+VALUES = {
+    "values": (NARROW, (0, 12, 8)),
+    "values alone": ((16, 16, 16), (8, 0, 16)),
+    "fp8 values": (NARROW, (0, 8, 16)),
+}
+
+
+@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8", *VALUES], ids=str)
 def case(request):
     """Pages in which three rows have been written token by token; what they hold of them."""
-    is_fp8 = request.param == "fp8"
-    layout, mask, store = make_store((0, 5, 16) if is_fp8 else request.param, is_fp8)
+    is_fp8, param = "fp8" in request.param, request.param
+    widths, values = VALUES.get(param, (NARROW if is_fp8 else param, None))
+    layout, mask, store = make_store(widths, is_fp8, values)
     keys, values, _ = draw_tokens(len(mask))
     write_rows(store, layout, keys, values)
     if is_fp8:
@@ -82,7 +93,7 @@ def case(request):
     return layout, mask, store, keys, values
 
 
-def written_out(query, keys, values, mask, seen, pruned):
+def written_out(query, keys, values, mask, seen, pruned, value_widths=None):
     """One query `[H_kv, G, D]` over keys `[n, H_kv, D]`."""
     token = torch.arange(seen)
     whole = (token < SINK) | (token >= SINK + pruned)
@@ -92,7 +103,9 @@ def written_out(query, keys, values, mask, seen, pruned):
         scores = SCALE * query[head] @ (keys[:seen, head] * channels).T
         if not mask[head].any():
             scores = scores.masked_fill(~whole, -torch.inf)
-        output[head] = scores.softmax(-1) @ values[:seen, head]
+        kept = HEAD_DIM if value_widths is None else value_widths[head]
+        held = whole[:, None] | (torch.arange(HEAD_DIM) < kept)
+        output[head] = scores.softmax(-1) @ (values[:seen, head] * held)
     return output
 
 
@@ -114,6 +127,7 @@ def test_every_column_sees_what_its_numbers_say(case, num_columns):
                 mask,
                 int(seen[row, number]),
                 int(pruned[row, number]),
+                layout.value_widths,
             )
             torch.testing.assert_close(output[row, :, number], expected.flatten(0, 1))
 

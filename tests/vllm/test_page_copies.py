@@ -13,7 +13,7 @@ import tilelang
 from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import as_bytes, quantise
 from leank_convert._runtime.kernel_leank import KernelShape
-from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
+from leank_convert._runtime.layout_leank import ChunkLayout, choose_value_chunk, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
@@ -27,8 +27,9 @@ D = 32
 class CpuPageKernels(PageKernels):
     """The kernels on the CPU, which knows no strides: they are given copies, which are copied back."""
 
-    def __init__(self, chunk_size=16, max_chunks=3, is_fp8=False):
-        shape = KernelShape(D, 2, chunk_size, max_chunks, "float32", 1, 8, is_fp8=is_fp8)
+    def __init__(self, chunk_size=16, max_chunks=3, is_fp8=False, value_chunk=D):
+        sizes = (D, 2, chunk_size, max_chunks)
+        shape = KernelShape(*sizes, "float32", 1, 8, is_fp8=is_fp8, value_chunk=value_chunk)
         self.kernels = CpuKernels(shape, 1)
         self._append, self._gather = (self._with_copies(make, shape) for make in (append_slots, gather_rows))
 
@@ -36,9 +37,11 @@ class CpuPageKernels(PageKernels):
     def _with_copies(make, shape):
         def call(*given):
             copies = [part.contiguous() if isinstance(part, torch.Tensor) else part for part in given]
+            before = [copy.clone() if isinstance(copy, torch.Tensor) else copy for copy in copies]
             compiled_for_cpu(make, shape)(*copies)
-            for part, copy in zip(given, copies, strict=True):
-                if copy is not part:
+            for part, copy, old in zip(given, copies, before, strict=True):
+                # What was not written may be a view of what was.
+                if copy is not part and not torch.equal(copy, old):
                     part.copy_(copy)
 
         return call
@@ -49,23 +52,21 @@ def no_device_to_choose(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
-def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True):
+def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True, value_widths=None):
     """A pool of used pages whose tables name them in no order; nothing is written."""
     generator = torch.Generator().manual_seed(0)
-    layout = ChunkLayout(widths, D, 16)
+    value_chunk = choose_value_chunk(value_widths and [value_widths], D)
+    layout = ChunkLayout(widths, D, 16, value_widths, value_chunk)
     mask = torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
     pools = []
-    for page_size, (chunks, heads) in zip(
+    for page_size, chunks, values in zip(
         page_sizes,
-        (
-            (layout.num_kept_chunks, len(layout.value_heads)),
-            (layout.num_dropped_chunks, len(layout.window_heads)),
-        ),
+        (layout.num_kept_chunks, layout.num_dropped_chunks),
+        (layout.kept_value_index, layout.dropped_value_index),
         strict=True,
     ):
-        pools += [
-            torch.full((num_pages, count, page_size, size), 3.0) for count, size in ((chunks, 16), (heads, D))
-        ]
+        rows = ((chunks, 16), (len(values), value_chunk))
+        pools += [torch.full((num_pages, count, page_size, size), 3.0) for count, size in rows]
     if is_fp8:
         pools = [quantise(pool, torch.tensor(1.0)) for pool in pools]
     tables = [
@@ -89,20 +90,25 @@ def slots_of(table, page_size, row, tokens):
 
 
 CASES = [
-    ((0, 16, 32), (16, 32), False),
-    ((0, 5, 20, 32), (48, 16), False),
-    ((0, 0), (32, 32), False),
-    ((32, 32), (16, 64), False),
-    ((0, 16, 32), (32, 48), True),
+    ((0, 16, 32), (16, 32), False, None),
+    ((0, 5, 20, 32), (48, 16), False, None),
+    ((0, 0), (32, 32), False, None),
+    ((32, 32), (16, 64), False, None),
+    ((0, 16, 32), (32, 48), True, None),
+    ((0, 5, 20, 32), (48, 16), False, (0, 16, 0, 32)),
+    ((16, 32), (16, 64), False, (0, 0)),
+    ((32, 32), (48, 80), False, (16, 0)),
+    ((0, 16, 32), (32, 48), True, (0, 24, 8)),
 ]
 
 
-@pytest.mark.parametrize(("widths", "page_sizes", "is_fp8"), CASES, ids=str)
+@pytest.mark.parametrize(("widths", "page_sizes", "is_fp8", "value_widths"), CASES, ids=str)
 @pytest.mark.parametrize("is_centred", [True, False], ids=["centred", "as they come"])
-def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp8, is_centred):
+def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp8, value_widths, is_centred):
     """The middle of one row, a single token of another, the start of a third, and padding among them."""
-    layout, store = make_store(widths, page_sizes, is_fp8=is_fp8, is_centred=is_centred)
-    copies = CpuPageKernels(is_fp8=is_fp8)
+    options = {"is_fp8": is_fp8, "is_centred": is_centred, "value_widths": value_widths}
+    layout, store = make_store(widths, page_sizes, **options)
+    copies = CpuPageKernels(is_fp8=is_fp8, value_chunk=layout.value_chunk)
     parts = [(0, torch.arange(0, 90)), (2, torch.arange(0, 1)), (1, torch.arange(0, 70))]
     nowhere = torch.full((3,), -1)
     slots, window_slots = (
@@ -137,20 +143,22 @@ def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp
 
 
 @pytest.mark.parametrize("chunks", [(16, 2), (16, 3), (8, 4)], ids=str)
+@pytest.mark.parametrize("value_chunk", [D, 16], ids=["whole", "values"])
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
-def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, is_fp8):
-    copies = CpuPageKernels(*chunks, is_fp8=is_fp8)
+def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, value_chunk, is_fp8):
+    copies = CpuPageKernels(*chunks, is_fp8, value_chunk)
     with torch.device("meta"):
         assert is_exact(copies)
     for name in ("_append", "_gather"):
-        copies = CpuPageKernels(*chunks, is_fp8=is_fp8)
+        copies = CpuPageKernels(*chunks, is_fp8, value_chunk)
         setattr(copies, name, lambda *given: None)
         assert not is_exact(copies)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
-def test_pages_are_read_and_written_by_16_bytes():
-    shape = KernelShape(128, 4, 32, 4, "bfloat16", 1, 8)
+@pytest.mark.parametrize("value_chunk", [128, 32])
+def test_pages_are_read_and_written_by_16_bytes(value_chunk):
+    shape = KernelShape(128, 4, 32, 4, "bfloat16", 1, 8, value_chunk=value_chunk)
     append, gather = (
         tilelang.compile(make(shape), target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
         for make in (append_slots, gather_rows)
@@ -161,8 +169,15 @@ def test_pages_are_read_and_written_by_16_bytes():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["as they come", "fp8"])
-@pytest.mark.parametrize(("dtype", "sizes"), [(torch.bfloat16, (128, 32, 4)), (torch.float16, (80, 16, 6))])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.bfloat16, (128, 32, 4, 128)),
+        (torch.bfloat16, (128, 32, 4, 64)),
+        (torch.float16, (80, 16, 6, 80)),
+    ],
+)
 def test_on_a_gpu_they_are_exact(dtype, sizes, cache_dtype):
-    shape = dict(zip(("head_dim", "chunk_size", "max_chunks"), sizes, strict=True))
+    shape = dict(zip(("head_dim", "chunk_size", "max_chunks", "value_chunk"), sizes, strict=True))
     options = {"num_groups": 4, "num_columns": 32, "cache_dtype": cache_dtype, "has_glue": False}
     assert find_page_kernels(find_kernels(torch.device("cuda"), dtype, **shape, **options)) is not None

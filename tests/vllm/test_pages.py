@@ -14,12 +14,14 @@ LLAMA, QWEN = "llama-3.1-8b-instruct", "qwen2.5-7b-instruct"
 CODER = "qwen2.5-coder-1.5b-instruct-70"
 
 
-def pages_of(name, num_ranks=1, num_stages=1):
+def pages_of(name, num_ranks=1, num_stages=1, kept_values=None):
+    """Of a packaged mask; `kept_values` are channels of V of every head that sees pruned tokens."""
     mask = load_mask(find_by_name(name))
     widths = tuple(tuple(sorted(row)) for row in mask.widths)
     size = len(widths) // num_stages
     stages = tuple((stage * size, (stage + 1) * size) for stage in range(num_stages))
-    return ModelPages(widths, mask.channel_mask.shape[-1], num_ranks, stages)
+    values = kept_values and tuple(tuple(kept_values * bool(width) for width in row) for row in widths)
+    return ModelPages(widths, mask.channel_mask.shape[-1], num_ranks, stages, value_widths=values)
 
 
 def test_kept_and_window_pages_are_a_dense_page_together():
@@ -27,12 +29,13 @@ def test_kept_and_window_pages_are_a_dense_page_together():
     assert kept + window == 2 * 4 * 128
     # Heads of width 0 keep V in the window alone.
     assert kept == 32 + 64 + 128 + 3 * 128
+    pruned = numbers_of(ChunkLayout((0, 32, 64, 128), 128, 32, (0, 0, 64, 96), 32))
+    assert pruned == (32 + 64 + 128 + 64 + 96, kept + window - 32 - 64 - 128 - 64 - 96)
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(8, 1), (8, 2), (8, 4), (8, 8), (2, 4)])
 def test_each_head_is_dealt_once_in_equal_numbers(num_heads, num_ranks):
-    widths = [[0, 0, 32, 32, 64, 64, 96, 128][-num_heads:]] * 3
-    dealt = deal_heads(widths, 128, num_ranks)
+    dealt = deal_heads([ChunkLayout((0, 0, 32, 32, 64, 64, 96, 128)[-num_heads:], 128, 32)] * 3, num_ranks)
     assert len(dealt) == num_ranks
     for layer in range(3):
         hands = [rank[layer] for rank in dealt]
@@ -43,7 +46,12 @@ def test_each_head_is_dealt_once_in_equal_numbers(num_heads, num_ranks):
 
 
 def test_one_rank_keeps_the_order_of_the_checkpoint():
-    assert deal_heads([[0, 32, 64, 128]], 128, 1) == (((0, 1, 2, 3),),)
+    assert deal_heads([ChunkLayout((0, 32, 64, 128), 128, 32)], 1) == (((0, 1, 2, 3),),)
+
+
+def test_heads_are_dealt_by_what_they_keep_of_v_too():
+    layer = ChunkLayout((32, 32, 64, 64), 128, 32, (128, 96, 0, 32), 32)
+    assert deal_heads([layer], 2) == (((0, 2),), ((1, 3),))
 
 
 @pytest.mark.parametrize("name", [LLAMA, QWEN])
@@ -65,6 +73,24 @@ def test_a_pool_has_more_blocks_than_a_dense_model(name, num_ranks, more_blocks)
     pages = pages_of(name, num_ranks)
     dense = 2 * len(pages.widths) * len(pages.widths[0]) * pages.head_dim // num_ranks * 64
     assert dense / pages.numbers_per_page(64) > more_blocks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_half_of_v_makes_room_for_two_and_a_half_times_the_tokens(num_ranks):
+    """With the published mask, and with 31% of K in heads that all see pruned tokens."""
+    even = ModelPages(((32,) * 6 + (64,) * 2,) * 4, 128, num_ranks, ((0, 4),), value_widths=((64,) * 8,) * 4)
+    for pages, more_blocks in ((pages_of(LLAMA, num_ranks, kept_values=64), 2.75), (even, 2.4)):
+        dense = 2 * len(pages.widths) * 8 * 128 // num_ranks * 64
+        assert dense / pages.numbers_per_page(64) > more_blocks
+
+
+def test_requests_of_32k_at_once_in_40_gib():
+    widths, values = (getattr(pages_of(LLAMA, kept_values=64), name) for name in ("widths", "value_widths"))
+    load = {"memory": 40 << 30, "tokens": 32768}
+    assert count_dense(32 * 8, 128, 2, **load).requests == 9
+    sizes = Windows(4, 1024, 32)
+    counted = [count_pruned(widths, 128, 2, sizes, **load, value_widths=own) for own in (None, values)]
+    assert [capacity.requests for capacity in counted] == [16, 24]
 
 
 @pytest.mark.parametrize("memory", [10 << 30, 40 << 30])
@@ -96,9 +122,10 @@ def test_window_pages_are_as_many_tokens_as_fit_into_a_block(block_size, expecte
     assert ModelPages(((64, 64),), 64, 1, ((0, 1),)).window_block_size(block_size) == block_size
 
 
-def test_views_of_layers_share_no_number_and_leave_none_out():
+@pytest.mark.parametrize("value_widths", [None, ((0, 4, 16), (8, 0, 12), (4, 4, 8))], ids=["whole", "pruned"])
+def test_views_of_layers_share_no_number_and_leave_none_out(value_widths):
     widths = ((0, 5, 16), (16, 16, 16), (3, 3, 7))
-    pages = ModelPages(widths, 16, 1, ((0, 3),))
+    pages = ModelPages(widths, 16, 1, ((0, 3),), value_widths=value_widths)
     layout, (kept, window) = pages.layout(0, (0, 3)), pages.numbers
     pools = [torch.zeros(4, 1, 16, kept + 3)[..., :kept], torch.zeros(4, 1, 32, window)]
     pools[0] = torch.zeros(4, 16 * kept + 7).as_strided((4, 1, 16, kept), (16 * kept + 7, 16 * kept, kept, 1))

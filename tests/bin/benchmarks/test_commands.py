@@ -88,6 +88,19 @@ def test_fp8_caches_read_half_and_are_held_to_what_they_store(measured):
     assert 2 * read["leank"] == read["own-dtype"] and 2 * read["all-channels"] == read["dense-dynamic"]
 
 
+def test_pruned_values_are_not_read_and_results_are_held_to_it(measured):
+    (plain, _), (pruned, _) = measured(*KERNEL), measured(*KERNEL, "--values", "0.5")
+    for ours, other in zip(pruned["cases"], plain["cases"], strict=True):
+        for layer, whole in zip(ours["layers"], other["layers"], strict=True):
+            assert layer["check"]["ok"]
+            regions, before = layer["bytes_by_region"], whole["bytes_by_region"]
+            assert 2 * regions["kept_values"] == before["kept_values"]
+            assert regions["window_values"] > before["window_values"]
+            assert regions["kept_keys"] == before["kept_keys"]
+    (case,) = measured(*GENERATE, "--values", "0.75")[0]["cases"]
+    assert case["sides"]["leank"]["check"]["ok"]
+
+
 def test_generate_measures_all_peers_on_the_same_weights_beside_their_byte_limits(measured):
     document, table = measured(*GENERATE)
     assert document["check"]["error"] < document["check"]["pruning_effect"] / 4

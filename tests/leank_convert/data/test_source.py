@@ -100,7 +100,7 @@ def test_an_answer_without_tokens_is_refused(plain_tokenizer, section):
 def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section, template):
     plain_tokenizer.name_or_path = "a/b"
     plain_tokenizer.chat_template = template
-    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` fails: .{9,301}\Z") as caught:
+    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` fails: .{9,301}\n") as caught:
         SampleSource(plain_tokenizer, section(), seed=0).draw(0)
     assert "chat_template.jinja" in caught.value.hint
 
@@ -118,7 +118,7 @@ def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section
 def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenizer, section, template):
     plain_tokenizer.name_or_path = "a/b"
     plain_tokenizer.chat_template = template
-    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` leaves out .{9,251}\Z") as caught:
+    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` leaves out .{9,251}\n") as caught:
         SampleSource(plain_tokenizer, section(), seed=0).check()
     assert "chat_template.jinja" in caught.value.hint
 

@@ -14,7 +14,8 @@ from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card, escaped
 from leank_convert.head_layout import BytesPerToken, count_cache_bytes
 from leank_convert.held_out import HeldOut, TokenShares
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
 
 FACTS = read_model_facts(

@@ -244,3 +244,11 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, mo
     assert "model.onnx.data` could not be written to its end: problem writing element 24576" in told
     assert "hint: most likely the disk is full" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_prunes_v_is_refused(checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["leank"]["value_widths"] = [[0] * len(row) for row in config["leank"]["widths"]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
+        load_pruned(tmp_path)

@@ -9,7 +9,8 @@ import matplotlib
 import pytest
 import torch
 
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.report.figures import STYLE
 from leank_convert.report.mask_report import write_report

@@ -1,0 +1,148 @@
+"""`MaskProvenance`: where a mask comes from and which model it fits; the header metadata of its file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, SHAPE_KEYS, ModelFacts
+from leank_convert.errors import LeanKError, cut
+from leank_convert.held_out import HeldOut
+from leank_convert.hub import hide_local_paths
+from leank_convert.mask_metadata import decode, encode
+from leank_convert.rope import check_rope_parameters
+from leank_convert.windows import Windows
+
+_Name = Annotated[str, Field(max_length=1000)]
+_Size = Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
+
+
+def package_versions() -> dict[str, str]:
+    """The versions that a learned mask depends on."""
+    versions = {}
+    for name in ("leank-convert", "torch", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            # A source tree on the path, without an installation.
+            versions[name] = "not installed"
+    return versions
+
+
+@dataclass(frozen=True)
+class MaskProvenance:
+    """Where a mask comes from and which model it fits; the header metadata of a mask file.
+
+    Attributes:
+        model: Hub id, or the name of a local folder.
+        model_type: The family.
+        num_hidden_layers: All layers.
+        num_attention_heads: H.
+        num_key_value_heads: H_kv.
+        head_dim: D.
+        rope_parameters: The rope under which the mask holds, as `read_rope_parameters` gives it.
+        method: How the mask was made, such as `leank`, or `imported`.
+        sink_size: First tokens that keep every channel.
+        recent_size: Last tokens that keep every channel.
+        flush_size: Tokens pruned at once.
+        pruning_ratio_asked: Fraction of channels to remove, None for an imported mask.
+        width_multiple: What training rounded widths to, None for an imported mask.
+        recipe: The training recipe, verbatim but for local paths.
+        seed: The training run's seed.
+        versions: Package versions at the time.
+        held_out: How held-out samples were answered when it was made, None if that was not tried.
+        made_by: Who made it, if that was not a run of leank-convert of its user's own.
+        source: Where it was published, under what copyright and licence.
+        layers: Numbers of the layers that the mask is of, L of them; None if it is of all.
+        evaluation: How it was evaluated beyond `held_out`, and by whom.
+        key_mean_tokens: How many tokens the mean of keys was measured on; None without one, or if not known.
+        value_pruning_ratio_asked: Fraction of V to remove of pruned tokens; None where V is not pruned.
+        value_tokens: How many tokens the basis of V was measured on; None without one, or if not known.
+        value_weights: SHA-256 of the weights that the basis of V is of, as `digest_values` gives it.
+    """
+
+    model: _Name
+    model_type: _Name
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    head_dim: _Size
+    rope_parameters: Mapping[str, Any]
+    method: _Name
+    sink_size: int
+    recent_size: int
+    flush_size: int
+    pruning_ratio_asked: Annotated[float, Field(ge=0, le=1)] | None = None
+    width_multiple: _Size | None = None
+    recipe: str | None = None
+    seed: Annotated[int, Field(ge=0, le=2**64)] | None = None
+    versions: Mapping[_Name, _Name] = field(default_factory=package_versions)
+    held_out: HeldOut | None = None
+    made_by: _Name | None = None
+    source: _Name | None = None
+    evaluation: _Name | None = None
+    layers: Sequence[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = None
+    key_mean_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    value_pruning_ratio_asked: Annotated[float, Field(ge=0, le=1)] | None = None
+    value_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    value_weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+    @classmethod
+    def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
+        """Fill the model's fields from its name, as `model_name` gives it, and its facts."""
+        return cls(
+            model=model,
+            model_type=facts.model_type,
+            rope_parameters=facts.rope_parameters,
+            **{key: getattr(facts, key) for key in SHAPE_KEYS},
+            layers=list(facts.layers) if facts.is_mixed else None,
+            **rest,
+        )
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> MaskProvenance:
+        """Read the header metadata of a mask file, which may come from others.
+
+        Raises:
+            LeanKError: If an entry is missing, or is not of the type or within the bounds that it has to be.
+        """
+        known = decode(cls, metadata)
+        Windows(known.sink_size, known.recent_size, known.flush_size)
+        check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
+        if known.num_attention_heads % known.num_key_value_heads:
+            raise LeanKError(
+                f"header metadata `num_attention_heads` is {known.num_attention_heads}, not a multiple of "
+                f"{known.num_key_value_heads} KV heads"
+            )
+        layers = known.numbers_of_layers
+        if sorted(set(layers)) != layers or layers[-1:] >= [known.num_hidden_layers]:
+            raise LeanKError(
+                f"header metadata `layers` is {cut(layers)}, not the ascending numbers of some of "
+                f"{known.num_hidden_layers} layers"
+            )
+        return known
+
+    def to_metadata(self) -> dict[str, str]:
+        """The header metadata of a mask file, as `from_metadata` reads it; the recipe without local paths."""
+        return encode(self if self.recipe is None else replace(self, recipe=hide_local_paths(self.recipe)))
+
+    @property
+    def numbers_of_layers(self) -> list[int]:
+        """The layers that the mask is of."""
+        return list(range(self.num_hidden_layers) if self.layers is None else self.layers)
+
+    @property
+    def maker(self) -> str:
+        """Who made it, in a few words."""
+        return self.made_by or f"leank-convert ({self.method})"
+
+    @property
+    def evaluated(self) -> str:
+        """How it was evaluated, in a few words."""
+        if self.evaluation is not None or self.held_out is None:
+            return self.evaluation or "not yet"
+        return self.held_out.shares

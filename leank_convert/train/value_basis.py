@@ -1,0 +1,215 @@
+"""A basis of V by what each direction weighs in attention's output, and how many directions heads keep.
+
+What pruned tokens add to a query's output is o = sum of a_j v_j over them, a the dense softmax weights. A
+projection of V is linear and passes through that sum, so the directions to keep are those in which o is
+large: eigenvectors of its second moments, over contexts, their last queries and a KV head's query heads.
+Letters as in `attention`; L pruned layers, G = H / H_kv.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from leank_convert._runtime.layout_leank import choose_value_multiple
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.mask import ChannelMask
+from leank_convert.progress import progress_bar
+from leank_convert.train.model import LoadedModel
+from leank_convert.train.passes import run_context_pass
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.split_attention import Pair, StoredContext
+from leank_convert.value_weights import digest_values
+from leank_convert.windows import Windows
+
+# A basis of another kind of text costs several times as much as one of a mixture.
+_NUM_CONTEXTS = 8
+_NUM_QUERIES = 512
+_QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
+_logger = logging.getLogger("leank_convert")
+
+
+@dataclass(frozen=True)
+class ValueBasis:
+    """What was measured, on the CPU.
+
+    Attributes:
+        directions: Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those of the
+            largest energy first.
+        energies: Float64 [L, H_kv, D]: the sum of squares of the output in each direction.
+        num_tokens: How many tokens were measured.
+        weights: What `digest_values` says of the model.
+    """
+
+    directions: Tensor
+    energies: Tensor
+    num_tokens: int
+    weights: str
+
+    def prune(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
+        """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens."""
+        assert mask.provenance is not None
+        known = replace(
+            mask.provenance,
+            value_pruning_ratio_asked=pruning_ratio,
+            value_tokens=self.num_tokens,
+            value_weights=self.weights,
+        )
+        widths = choose_value_widths(self.energies, mask.channel_mask.any(-1), pruning_ratio)
+        return replace(mask, value_basis=self.directions, value_widths=widths, provenance=known)
+
+
+def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
+    """Choose how many directions of V every head keeps, by rank over the whole model.
+
+    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy, and the best
+    are kept until a further one would lower the removed fraction below the asked one.
+
+    Args:
+        energies: Of the directions, the largest first [L, H_kv, D].
+        sees_pruned: Heads that keep channels of K, bool [L, H_kv]; the others keep no V.
+        pruning_ratio: Fraction of all channels of V to remove, in [0, 1).
+
+    Returns:
+        Int32 [L, H_kv].
+    """
+    multiple = choose_value_multiple(energies.shape[-1])
+    shares = energies.view(*energies.shape[:2], -1, multiple).sum(-1)
+    shares = shares / energies.sum((1, 2)).clamp(min=torch.finfo(energies.dtype).tiny)[:, None, None]
+    ranked = shares.masked_fill(~sees_pruned[..., None], -1.0).flatten()
+    # str: 0.7 means seven tenths, not the double just below them.
+    kept = math.floor((1 - Fraction(str(pruning_ratio))) * energies.numel() / multiple)
+    best = torch.sort(ranked, descending=True, stable=True).indices[:kept]
+    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, best, True).view_as(shares)
+    return ((chosen & sees_pruned[..., None]).sum(-1) * multiple).int()
+
+
+def measure_values(
+    loaded: LoadedModel,
+    samples: SampleSource,
+    windows: Windows,
+    *,
+    ranks: Ranks | None = None,
+    offload: bool = False,
+    progress: bool = False,
+) -> ValueBasis:
+    """Measure a basis of V by dense passes over the first prompts of a recipe's tasks, and over its text.
+
+    Ranks share the contexts, and all get the same bits.
+
+    Raises:
+        LeanKError: If V cannot be pruned, a context cannot be drawn, memory does not suffice, no token is
+            pruned, or outputs are not finite, on any rank.
+    """
+    ranks = ranks or Ranks(loaded.model.device)
+    weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
+    if ranks.is_first and not samples.has_text:
+        _logger.warning(
+            "the basis of V is measured on the recipe's tasks alone, and other text loses more by it: name "
+            "some by `data.haystack.source`"
+        )
+    moments = _Moments(loaded.facts.mask_shape, windows)
+    num_tokens, failure = 0, None
+    with progress_bar(progress and ranks.is_first, "measuring values", _NUM_CONTEXTS) as advance:
+        for start in range(0, _NUM_CONTEXTS, ranks.num_ranks):
+            try:
+                if failure is None and start + ranks.rank < _NUM_CONTEXTS:
+                    input_ids = _draw(samples, start + ranks.rank)
+                    moments.add(loaded, input_ids, offload)
+                    num_tokens += len(input_ids)
+            except LeanKError as error:
+                failure = error
+            advance(min(ranks.num_ranks, _NUM_CONTEXTS - start))
+    ranks.check(failure)
+    total = ranks.combine(moments.sums)
+    if not total.any():
+        ranks.check(
+            LeanKError(
+                f"no context has tokens between sink and recent window, {windows.sink_size} and "
+                f"{windows.recent_size} tokens, so nothing tells which directions of V matter",
+                hint="raise `data.min_length`, or lower `windows.recent_size`",
+            )
+        )
+    energies, directions = torch.linalg.eigh(total)  # the largest last
+    return ValueBasis(
+        directions.flip(-1).float().contiguous(),
+        energies.flip(-1).clamp(min=0),
+        int(ranks.totals([num_tokens])[0]),
+        weights,
+    )
+
+
+def _draw(samples: SampleSource, place: int) -> Tensor:
+    """A context's tokens [N]: prompts of the tasks, and every other one of text where there is some."""
+    if samples.has_text and place % 2:
+        return samples.draw_text(place)
+    return samples.draw(place // 2 if samples.has_text else place).prompt_ids()
+
+
+class _Moments:
+    """Sums of o oT over the last queries of contexts: float64 [L, H_kv, D, D], on the CPU."""
+
+    def __init__(self, shape: tuple[int, int, int], windows: Windows) -> None:
+        self.sums = torch.zeros(*shape, shape[-1], dtype=torch.float64)
+        self._windows = windows
+        self._num_tokens = 0
+
+    def add(self, loaded: LoadedModel, input_ids: Tensor, offload: bool) -> None:
+        """Run a context [N] and add its outputs."""
+        self._num_tokens = len(input_ids)
+        with out_of_memory(
+            f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
+            "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
+        ):
+            run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), self._observe)
+        if not bool(self.sums.isfinite().all()):
+            raise LeanKError(
+                f"attention's outputs in model `{loaded.name}` are not finite on a context of "
+                f"{len(input_ids)} tokens",
+                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
+                exit_code=1,
+            )
+
+    def _observe(self, place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
+        num_heads, num_keys = stored[0].shape[1:3]
+        first = max(self._num_tokens - _NUM_QUERIES, num_keys - query.shape[2])
+        if first >= num_keys:  # of a block that is followed by more queries than are measured
+            return
+        queries = query[0, :, first - num_keys :].reshape(num_heads, -1, num_keys - first, query.shape[-1])
+        logits = None if sinks is None else sinks.view(num_heads, -1)
+        for head, (key, value) in enumerate(zip(*(kept[0] for kept in stored), strict=True)):
+            outputs = _pruned_outputs(
+                queries[head], key, value, scaling, None if logits is None else logits[head], self._windows
+            )
+            for output in outputs:
+                self.sums[place, head] += (output.mT @ output).cpu()
+
+
+def _pruned_outputs(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None, windows: Windows
+) -> Iterator[Tensor]:
+    """What pruned tokens add to the outputs of the last N of S tokens, some at a time: float64 [G·n, D].
+
+    Queries are [G, N, D], keys and values [S, D], logits of sinks [G].
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    num_queries, num_keys = query.shape[1], key.shape[0]
+    key, value = key.to(compute), value.to(compute)
+    j = torch.arange(num_keys, device=key.device)
+    for start in range(0, num_queries, _QUERIES_AT_ONCE):
+        block = query[:, start : start + _QUERIES_AT_ONCE].to(compute)
+        position = j[num_keys - num_queries + start :][: block.shape[1], None]
+        pruned = (j >= windows.sink_size) & (j < position - windows.recent_size)
+        scores = (block * scaling @ key.mT).masked_fill_(j > position, float("-inf"))
+        lse = scores.logsumexp(-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(compute)[:, None])
+        weights = scores.sub_(lse[..., None]).exp_().mul_(pruned)
+        yield (weights @ value).flatten(0, 1).double()

@@ -1,0 +1,104 @@
+"""The weights that a basis of V belongs to: which models it can be folded into, and a digest that tells them.
+
+A basis is folded into the rows of the projection that makes V and the columns of the one that attention's
+output goes through, so both have to be plain floats with nothing between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import FLOAT_DTYPES, Checkpoint
+from leank_convert.errors import LeanKError, shorten
+from leank_convert.families import attention_tensor
+from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.safetensors_file import TensorInfo
+
+_HINT = "leave V as it is: a `value_pruning_ratio` of 0"
+
+
+def check_foldable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Check that a basis of V can be folded into a model's weights.
+
+    Raises:
+        LeanKError: If something stands between V and its output projection, one of the two is quantized, or a
+            tensor is missing.
+    """
+    if facts.architecture.gated:
+        raise LeanKError(
+            f"V of model `{checkpoint.folder}` cannot be pruned: `{facts.model_type}` multiplies attention's "
+            "output by gates, channel by channel, before `o_proj`, so no basis can be folded into the two",
+            hint=_HINT,
+        )
+    for layer in facts.layers:
+        for name in (_values_of(checkpoint, layer), attention_tensor(layer, "o_proj.weight")):
+            module = name.removesuffix(".weight")
+            beside = {*checkpoint.names_in(module), *checkpoint.names_in(name)} - {name, f"{module}.bias"}
+            found = checkpoint.find(name)
+            if beside or (found is not None and found.dtype not in FLOAT_DTYPES):
+                raise LeanKError(
+                    f"V of model `{checkpoint.folder}` cannot be pruned: `{name}` is quantized, and a basis "
+                    "folded into it would have to be rounded again",
+                    hint=f"convert the model that it was quantized from, or {_HINT}",
+                )
+            if found is None:
+                raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing")
+
+
+def check_values_belong(
+    known: MaskProvenance, checkpoint: Checkpoint, facts: ModelFacts, *, mask_origin: str, model_origin: str
+) -> None:
+    """Check that a mask's basis of V is of a model's weights.
+
+    Raises:
+        LeanKError: If it is of others, or V cannot be pruned.
+    """
+    if known.value_weights != digest_values(checkpoint, facts):
+        raise LeanKError(
+            f"mask `{mask_origin}` has a basis of V for other weights of `v_proj` and `o_proj` than those of "
+            f"model `{model_origin}`",
+            hint=f"name the weights that it was measured on, {shorten(known.model)}, or measure a basis for "
+            "these by `--value-pruning-ratio`, with a mask that has none",
+        )
+
+
+def digest_values(checkpoint: Checkpoint, facts: ModelFacts) -> str:
+    """SHA-256, in hexadecimal, of the stored bytes of all pruned layers' weights and biases of V, and of O.
+
+    Layer by layer: rows of V, its bias where there is one, the whole weight of `o_proj`.
+
+    Raises:
+        LeanKError: As `check_foldable`.
+    """
+    check_foldable(checkpoint, facts)
+    digest = hashlib.sha256()
+    for layer in facts.layers:
+        for tensor, start in _parts(checkpoint, facts, layer):
+            header = checkpoint.shards[checkpoint.shard_of(tensor.name) or ""]
+            first, stop = (header.data_start + place for place in (tensor.start + start, tensor.stop))
+            digest.update(np.memmap(header.path, np.uint8, "r", first, stop - first))
+    return digest.hexdigest()
+
+
+def _values_of(checkpoint: Checkpoint, layer: int) -> str:
+    """The weight that makes V, alone or behind Q and K."""
+    fused = attention_tensor(layer, "qkv_proj.weight")
+    return attention_tensor(layer, "v_proj.weight") if checkpoint.find(fused) is None else fused
+
+
+def _parts(checkpoint: Checkpoint, facts: ModelFacts, layer: int) -> Iterator[tuple[TensorInfo, int]]:
+    """A layer's tensors, and where in each V begins, in bytes."""
+    weight = _values_of(checkpoint, layer)
+    before = facts.num_attention_heads + facts.num_key_value_heads if "qkv_proj" in weight else 0
+    blocks = before + facts.num_key_value_heads
+    for name in (weight, f"{weight.removesuffix('weight')}bias"):
+        tensor = checkpoint.find(name)
+        if tensor is not None:
+            yield tensor, tensor.num_bytes // blocks * before
+    output = checkpoint.find(attention_tensor(layer, "o_proj.weight"))
+    assert output is not None  # checked above
+    yield output, 0

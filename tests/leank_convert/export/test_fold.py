@@ -1,0 +1,164 @@
+"""A basis of V in a checkpoint: folded into V and O, of any family, and found where it is another."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.export.adapter import convert_adapter
+from leank_convert.families import ARCHITECTURES
+from leank_convert.files import read_json
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx
+from leank_convert.prune import prune_model
+from tests.checks import bless, facts_of, failed, prune_values
+from tests.tiny_families import FAMILIES, batch, random_mask, tiny_model
+
+WIDTHS = [[16, 0], [8, 16], [0, 5], [16, 2]]  # of K; heads change places
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Writes a tiny model of a family: `folder_of("llama", **config)`."""
+
+    def write(family, name="model", **config):
+        tiny_model(family, pad_token_id=0, **config).save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+        return tmp_path / name
+
+    return write
+
+
+def pruned_mask(folder):
+    layers, _, head_dim = facts_of(folder).mask_shape
+    return prune_values(ChannelMask(random_mask(WIDTHS[:layers], head_dim)), folder)
+
+
+def stock_model(family, folder):
+    """A folder's weights in the stock class."""
+    stock = getattr(transformers, ARCHITECTURES[family].causal_lm_class)
+    config = stock.config_class.from_dict({**read_json(folder / "config.json"), "model_type": family})
+    return stock.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(**batch()).logits
+
+
+def tensors_of(folder):
+    return {
+        name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("row", [case for case in FAMILIES if not case.values[0].gated])
+def test_a_folded_model_computes_what_the_original_does(row, folder_of, tmp_path):
+    family = row.model_type
+    source = folder_of(family)
+    mask = pruned_mask(source)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    assert not failed(out, source)
+    expected = logits_of(stock_model(family, source))
+    torch.testing.assert_close(logits_of(stock_model(family, out)), expected, rtol=1e-4, atol=1e-4)
+    plain = tensors_of(
+        export_checkpoint(source, replace(mask, value_basis=None, value_widths=None), tmp_path / "plain")
+    )
+    changed = {name for name, tensor in tensors_of(out).items() if not tensor.equal(plain[name])}
+    assert changed and all(re.search(r"self_attn\.(v_proj|qkv_proj|o_proj)\.", name) for name in changed)
+    block = read_json(out / "config.json")["leank"]
+    orders = enumerate(block["head_permutation"])
+    assert block["value_widths"] == [mask.value_widths[layer][order].tolist() for layer, order in orders]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_rounded_once_and_verify_finds_another_fold(folder_of, tmp_path, dtype):
+    source = folder_of("qwen2", dtype=dtype)
+    mask = pruned_mask(source)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(out)
+    order = read_json(out / "config.json")["leank"]["head_permutation"][1]
+    name = "model.layers.1.self_attn."
+    for new, old in enumerate(order):
+        basis = mask.value_basis[1, old].double()
+        rows, there = (slice(16 * head, 16 * head + 16) for head in (new, old))
+        for part in ("weight", "bias"):
+            expected = basis.mT @ before[f"{name}v_proj.{part}"][there].double()
+            assert after[f"{name}v_proj.{part}"][rows].equal(expected.to(dtype))
+        for query in range(2):
+            here, there = (slice(16 * (2 * head + query), 16 * (2 * head + query + 1)) for head in (new, old))
+            expected = before[f"{name}o_proj.weight"][:, there].double() @ basis
+            assert after[f"{name}o_proj.weight"][:, here].equal(expected.to(dtype))
+    assert failed(out, source) == {}
+    path = out / "model.safetensors"
+    for tensor in ("v_proj.weight", "v_proj.bias", "o_proj.weight"):
+        wrong = {**after, f"{name}{tensor}": after[f"{name}{tensor}"].clone()}
+        wrong[f"{name}{tensor}"].view(-1)[3] *= 1.01
+        save_file(wrong, path, {"format": "pt"})
+        bless(out)
+        message = f"tensor `{name}{tensor}` is not the fold of the mask's basis of V into its source"
+        assert failed(out, source)["source: model.safetensors"] == message
+
+
+def test_a_basis_belongs_to_the_weights_that_it_was_measured_on(folder_of, tmp_path):
+    source = folder_of("llama")
+    mask = pruned_mask(source)
+    other = folder_of("llama", "other", seed=2)
+    with pytest.raises(LeanKError, match="has a basis of V for other weights of `v_proj` and `o_proj` than"):
+        export_checkpoint(other, mask, tmp_path / "out")
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    assert "has a basis of V for other weights" in failed(out, other)["source: tensors"]
+
+
+def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path):
+    source = folder_of("llama")
+    mask, model = pruned_mask(source), source / "model.safetensors"
+    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
+        export_onnx(source, mask, tmp_path / "onnx")
+    checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
+    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
+        export_onnx(checkpoint, None, tmp_path / "onnx")
+    with (
+        pytest.raises(LeanKError, match="prunes V in a basis that has to be folded into the weights"),
+        prune_model(stock_model("llama", source), mask),
+    ):
+        pass
+    tensors = load_file(model)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    scale = tensors[name].abs().amax(1, keepdim=True) / 448
+    tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    save_file(tensors, model, {"format": "pt"})
+    with pytest.raises(LeanKError, match=f"cannot be pruned: `{name}` is quantized") as caught:
+        export_checkpoint(source, mask, tmp_path / "out")
+    assert caught.value.exit_code == 2 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 3}),
+        ("phi3", {"target_modules": ["qkv_proj", "o_proj"], "r": 1}),
+        ("qwen2", {"target_modules": ["k_proj", "o_proj"], "use_dora": True, "modules_to_save": ["v_proj"]}),
+        ("llama", {"target_modules": ["v_proj"], "use_dora": True}),
+    ],
+)
+def test_an_adapter_adds_to_a_folded_model_what_it_adds_to_the_original(folder_of, tmp_path, family, options):
+    peft = pytest.importorskip("peft")
+    source = folder_of(family)
+    out = export_checkpoint(source, pruned_mask(source), tmp_path / "out")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    model = peft.get_peft_model(stock_model(family, source), config).eval()
+    model.save_pretrained(tmp_path / "lora")
+    if options["target_modules"] == ["v_proj"]:
+        with pytest.raises(LeanKError, match="holds DoRA's magnitudes of V's rows"):
+            convert_adapter(tmp_path / "lora", out, tmp_path / "new")
+        return
+    new = convert_adapter(tmp_path / "lora", out, tmp_path / "new")
+    folded = peft.PeftModel.from_pretrained(stock_model(family, out), new).eval()
+    torch.testing.assert_close(logits_of(folded), logits_of(model), rtol=1e-4, atol=1e-4)

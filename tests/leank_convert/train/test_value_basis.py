@@ -1,0 +1,180 @@
+"""The basis of V that a run ends with: what is measured, what is chosen by it, where it ends up."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.mask import load_mask
+from leank_convert.methods.statistics import attention_of
+from leank_convert.train import value_basis
+from leank_convert.train.attention import Student
+from leank_convert.train.held_out import compare_answers
+from leank_convert.train.key_mean import measure_keys
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.state import TrainingDirectory, load_state
+from leank_convert.train.value_basis import choose_value_widths, measure_values
+from leank_convert.windows import Windows
+
+WINDOWS = Windows(4, 16)
+
+
+@pytest.fixture
+def load(short_recipe, retriever_folder):
+    """A model, and the samples of a recipe: `load(folder, **changes)`."""
+
+    def run(folder=None, **changes):
+        recipe = short_recipe(**changes)
+        loaded = load_model(find_model(folder or retriever_folder, recipe), recipe, torch.device("cpu"))
+        return loaded, SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+
+    return run
+
+
+def naive_moments(loaded, contexts, num_queries):
+    """Sums of o oT, one query and one query head after the other, from transformers' own weights."""
+    layers, heads, head_dim = loaded.facts.mask_shape
+    groups = loaded.facts.num_key_value_groups
+    sums = torch.zeros(layers, heads, head_dim, head_dim, dtype=torch.float64)
+    for ids in contexts:
+        cache = DynamicCache(config=loaded.model.config)
+        with torch.no_grad(), attention_of(loaded.model, "eager"):
+            found = loaded.model.base_model(ids[None], cache=cache, output_attentions=True)
+        for place, layer in enumerate(loaded.facts.layers):
+            values = cache.layers[layer].values[0].double()
+            for head, weights in enumerate(found.attentions[layer][0].double()):
+                for position in range(len(ids) - num_queries, len(ids)):
+                    stop = max(position - WINDOWS.recent_size, WINDOWS.sink_size)
+                    seen = slice(WINDOWS.sink_size, stop)
+                    output = weights[position, seen] @ values[head // groups, seen]
+                    sums[place, head // groups] += torch.outer(output, output)
+    return sums
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
+    load, speaking_folder, family, offload, monkeypatch
+):
+    monkeypatch.setattr(value_basis, "_NUM_QUERIES", 21)
+    monkeypatch.setattr(value_basis, "_QUERIES_AT_ONCE", 8)
+    monkeypatch.setattr(value_basis, "_NUM_CONTEXTS", 2)
+    monkeypatch.setattr("leank_convert.train.passes.BLOCK_SIZE", 90)  # the last block is of fewer
+    loaded, samples = load(None if family == "llama" else speaking_folder(family))
+    found = measure_values(loaded, samples, WINDOWS, offload=offload)
+    contexts = [samples.draw(place).prompt_ids() for place in range(2)]
+    expected = naive_moments(loaded, contexts, 21)
+    basis = found.directions.double()
+    rotated = basis.mT @ expected @ basis
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(rotated, torch.diag_embed(found.energies), rtol=0, atol=1e-5 * scale)
+    identity = torch.eye(basis.shape[-1], dtype=torch.float64).expand_as(basis)
+    torch.testing.assert_close(basis.mT @ basis, identity, rtol=0, atol=1e-6)
+    assert bool((found.energies.diff(dim=-1) <= 0).all())
+    assert found.num_tokens == sum(map(len, contexts))
+
+
+def test_text_is_measured_too_where_the_recipe_names_some(load, short_recipe, tmp_path, caplog):
+    assert measure_values(*load(), WINDOWS).num_tokens
+    assert "measured on the recipe's tasks alone" in caplog.text
+    caplog.clear()
+    text = tmp_path / "text.txt"
+    text.write_text("The harbour master keeps a book of all ships. " * 200)
+    data = {**short_recipe().data.model_dump(), "haystack": {"source": str(text)}}
+    loaded, samples = load(data=data, value_pruning_ratio=0.5)
+    ids = samples.draw_text(1)
+    assert 200 <= len(ids) <= 280 and torch.equal(ids, samples.draw_text(1))
+    found = measure_values(loaded, samples, WINDOWS)
+    parts = [samples.draw(place).prompt_ids() for place in range(4)]
+    parts += [samples.draw_text(place) for place in (1, 3, 5, 7)]
+    assert found.num_tokens == sum(map(len, parts)) and not caplog.text
+
+
+def test_directions_are_chosen_by_rank_over_the_model(load):
+    energies = torch.tensor(
+        [
+            [[4.0, 3.0, 2.0, 1.0], [8.0, 1.0, 0.5, 0.5]],  # of 20
+            [[60.0, 10.0, 5.0, 5.0], [10.0, 10.0, 0.0, 0.0]],  # of 100; its second head keeps no K
+        ],
+        dtype=torch.float64,
+    )
+    sees = torch.tensor([[True, True], [True, False]])
+    for ratio, widths in (
+        (0.0, [[4, 4], [4, 0]]),
+        (0.25, [[4, 4], [4, 0]]),  # what heads without K remove already
+        (0.5, [[4, 2], [2, 0]]),  # of equal parts the first in the order of layers, heads and directions
+        (0.69, [[2, 1], [1, 0]]),
+        (0.9, [[0, 0], [1, 0]]),
+    ):
+        assert choose_value_widths(energies, sees, ratio).tolist() == widths
+    nothing = choose_value_widths(torch.zeros(1, 2, 64, dtype=torch.float64), torch.ones(1, 2).bool(), 0.5)
+    assert nothing.tolist() == [[64, 0]]
+
+
+def test_what_cannot_be_measured_is_refused(load, speaking_folder, short_recipe, train_one, tmp_path):
+    loaded, samples = load()
+    with pytest.raises(LeanKError, match="no context has tokens between sink and recent window, 4 and 4000"):
+        measure_values(loaded, samples, Windows(4, 4000))
+    with torch.no_grad():
+        loaded.model.model.layers[1].self_attn.v_proj.weight[3] = float("inf")
+    with pytest.raises(LeanKError, match=r"outputs in model `.*` are not finite on a context of") as caught:
+        measure_values(loaded, samples, WINDOWS)
+    assert caught.value.exit_code == 1
+    gated = speaking_folder("qwen3_5_text")
+    for method in ("leank", "static-norm"):
+        with pytest.raises(LeanKError, match="`qwen3_5_text` multiplies attention's output by gates"):
+            train_one(short_recipe(value_pruning_ratio=0.5, method=method), tmp_path / method, model=gated)
+
+
+def test_a_run_ends_with_it_and_the_same_one_after_a_kill(
+    train_one, short_recipe, load, tmp_path, fail_at, caplog
+):
+    recipe = short_recipe(value_pruning_ratio=0.5)
+    whole = train_one(recipe, tmp_path / "whole")
+    expected = measure_values(*load(), WINDOWS)
+    saved = load_mask(TrainingDirectory(tmp_path / "whole").mask)
+    known = saved.provenance
+    assert torch.equal(saved.value_basis, expected.directions) and torch.equal(
+        saved.value_basis, whole.value_basis
+    )
+    assert known.value_pruning_ratio_asked == 0.5 and known.value_weights == expected.weights
+    assert known.value_tokens == expected.num_tokens and saved.value_pruning_ratio >= 0.5
+    assert torch.equal(
+        saved.value_widths, choose_value_widths(expected.energies, saved.channel_mask.any(-1), 0.5)
+    )
+    with fail_at(value_basis, "_draw", 3, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        train_one(recipe, tmp_path / "killed")
+    resumed = train_one(recipe, tmp_path / "killed", resume=True)
+    assert resumed.stores_alike(whole)
+    state = load_state(TrainingDirectory(tmp_path / "killed").state)
+    assert torch.equal(state.values["directions"], whole.value_basis)
+    with fail_at(value_basis, "_draw", 1, AssertionError):  # it is not measured twice
+        assert train_one(recipe, tmp_path / "killed", resume=True).stores_alike(whole)
+
+
+def test_held_out_answers_lose_what_the_cache_loses(load):
+    loaded, samples = load()
+    sample = samples.draw(0)
+    found = measure_values(loaded, samples, WINDOWS)
+    layers, heads, head_dim = loaded.facts.mask_shape
+    every = torch.ones(layers, heads, head_dim)
+
+    def lost(projections):
+        student = Student(WINDOWS, every, every.any(-1), projections=projections)
+        return compare_answers(loaded.model, sample, [student]).distillation[0]
+
+    whole = found.directions @ found.directions.mT
+    half = found.directions[..., :8] @ found.directions[..., :8].mT
+    assert lost(whole) < 1e-9 < 1e-3 * lost(half) < 1e-3 * lost(torch.zeros_like(whole))
+
+
+def test_scales_are_of_values_as_they_are_stored(load):
+    loaded, samples = load()
+    basis = measure_values(loaded, samples, WINDOWS).directions
+    cache = DynamicCache(config=loaded.model.config)
+    with torch.no_grad(), attention_of(loaded.model, "eager"):
+        loaded.model.base_model(samples.draw(0).prefix_ids[None], cache=cache, use_cache=True)
+    values = torch.stack([layer.values[0] for layer in cache.layers])
+    found = measure_keys(loaded, samples, 1, value_basis=basis).largest_value
+    torch.testing.assert_close(found, (values @ basis).abs().amax(2), rtol=1e-4, atol=1e-5)
