@@ -80,7 +80,7 @@ def digest_values(checkpoint: Checkpoint, facts: ModelFacts) -> str:
         for tensor, start in _parts(checkpoint, facts, layer):
             header = checkpoint.shards[checkpoint.shard_of(tensor.name) or ""]
             first, stop = (header.data_start + place for place in (tensor.start + start, tensor.stop))
-            digest.update(np.memmap(header.path, np.uint8, "r", first, stop - first))
+            digest.update(np.memmap(header.path, np.uint8, "r", first, stop - first).data)
     return digest.hexdigest()
 
 

@@ -106,7 +106,8 @@ class StoreTensors(NamedTuple):
             gather = codec.gather if layout.has_padded_lanes else gather_lanes
             numbers = gather(codec.round(centre(states, key_mean), scales[0]).flatten(2), index)
         else:
-            chunks = codec.round(states, scales[1]).unflatten(3, (-1, layout.value_chunk)).flatten(2, 3)
+            rounded = codec.round(states, scales[1])
+            chunks = rounded.reshape(*rounded.shape[:3], -1, layout.value_chunk).flatten(2, 3)
             numbers = chunks[:, :, value_index(name, layout)]
         return zip(parts, codec.pack(numbers), strict=True)
 
@@ -230,8 +231,8 @@ class StoredRow:
             self._put(keys, "kept_keys")
         self._put(keys, "window_keys", self.whole if see_all else None)
         keys = keys[:, :num_channels].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
-        size = (num_tokens, num_channels // layout.value_chunk, layout.value_chunk)
-        values = self.store.values.new_zeros(size, dtype=dtype)
+        num_chunks = num_channels // layout.value_chunk
+        values = self.store.values.new_zeros((num_tokens, num_chunks, layout.value_chunk), dtype=dtype)
         if see_all and layout.kept_value_index:
             values[:, value_index("values", layout)] = self._take("values").to(dtype)
         if layout.dropped_value_index:

@@ -129,8 +129,8 @@ class AnalysisReport:
         for layer, (share, empty, widths) in enumerate(
             zip(analysis.kept_by_layer, analysis.empty_by_layer, analysis.widths, strict=True)
         ):
-            cells = "".join(f"{width:<{digits}}" for width in widths)
-            rows.append((f"{layer:>5}", f"{100 * share:>8.1f}", f"{empty:>7}", cells))
+            of_heads = "".join(f"{width:<{digits}}" for width in widths)
+            rows.append((f"{layer:>5}", f"{100 * share:>8.1f}", f"{empty:>7}", of_heads))
         return "\n".join([*lines, "", *listing(rows)]) + "\n"
 
 

@@ -88,7 +88,8 @@ def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: fl
     kept = math.floor((1 - Fraction(str(pruning_ratio))) * energies.numel() / multiple)
     best = torch.sort(ranked, descending=True, stable=True).indices[:kept]
     chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, best, True).view_as(shares)
-    return ((chosen & sees_pruned[..., None]).sum(-1) * multiple).int()
+    widths: Tensor = (chosen & sees_pruned[..., None]).sum(-1) * multiple
+    return widths.int()
 
 
 def measure_values(
