@@ -107,7 +107,8 @@ class StoreTensors(NamedTuple):
             numbers = gather(codec.round(centre(states, key_mean), scales[0]).flatten(2), index)
         else:
             rounded = codec.round(states, scales[1])
-            chunks = rounded.reshape(*rounded.shape[:3], -1, layout.value_chunk).flatten(2, 3)
+            per_head = layout.head_dim // layout.value_chunk
+            chunks = rounded.reshape(*rounded.shape[:3], per_head, layout.value_chunk).flatten(2, 3)
             numbers = chunks[:, :, value_index(name, layout)]
         return zip(parts, codec.pack(numbers), strict=True)
 
