@@ -37,11 +37,12 @@ class Haystack:
     """Running text without end: the sentences of a text in their order, or those that a grammar draws.
 
     Attributes:
+        text: The text as it is, line breaks and all; empty where there is none.
         digest: Of all text that can come out of it.
     """
 
-    def __init__(self, sentences: Sequence[str] | None = None) -> None:
-        self._sentences = sentences
+    def __init__(self, sentences: Sequence[str] | None = None, text: str = "") -> None:
+        self._sentences, self.text = sentences, text
         self.digest = "grammar"
         if sentences is not None:
             self.digest = hashlib.sha256("\n".join(sentences).encode()).hexdigest()
@@ -71,18 +72,14 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
     if section.source is None:
         return Haystack()
     control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
-    sentences = [
-        sentence
-        for text in _read_texts(section, section.source)
-        for sentence in _split(text)
-        if not control.search(sentence)
-    ]
+    texts = list(_read_texts(section, section.source))
+    sentences = [sentence for text in texts for sentence in _split(text) if not control.search(sentence)]
     if not sentences:
         raise LeanKError(
             f"haystack `{section.source}` holds no text",
             hint="see `data.haystack.source` and `data.haystack.column`",
         )
-    return Haystack(sentences)
+    return Haystack(sentences, control.sub("", "\n\n".join(texts)))
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

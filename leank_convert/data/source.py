@@ -91,20 +91,17 @@ class SampleSource:
         return self.data.haystack.source is not None
 
     def draw_text(self, index: int) -> Tensor:
-        """Draw running text alone from a random place of what the recipe names, as long as a sample: ids [N].
+        """Draw text alone, as it is, from a random place of what the recipe names: ids [N], as of a sample.
 
         Raises:
             LeanKError: If it cannot be read.
         """
         rng = random.Random(f"{self.seed}/text/{index}")
         length = rng.randint(self.data.min_length, self.data.max_length)
-        sentences, size = [], 0
-        for sentence in self.haystack.read(rng):
-            sentences.append(sentence)
-            size += len(sentence)
-            if size > _LETTERS_OF_TOKEN * length:
-                break
-        encoded = self.tokenizer(" ".join(sentences), truncation=True, max_length=length)
+        text, size = self.haystack.text, _LETTERS_OF_TOKEN * length
+        place = rng.randrange(len(text))
+        piece = (text * (1 + (place + size) // len(text)))[place:][:size]
+        encoded = self.tokenizer(piece, truncation=True, max_length=length)
         return torch.tensor(encoded["input_ids"])
 
     def check(self) -> None:
