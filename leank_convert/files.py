@@ -32,8 +32,9 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         found = Path(path).expanduser()
         found.exists()
     except (OSError, RuntimeError, TypeError) as error:  # too long; nobody's home; a number
+        named = cut(str(path) if isinstance(path, Path) else path)
         raise LeanKError(
-            f"{cut(path)} cannot be a path: {getattr(error, 'strerror', error)}",
+            f"{named} cannot be a path: {getattr(error, 'strerror', error)}",
             hint="write the file's or the folder's path out",
         ) from error
     return found

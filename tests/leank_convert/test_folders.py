@@ -24,8 +24,8 @@ NOT_FOLDERS = {
     "file/in/it": "is a file",
     "to-file": "is a file",
     "pipe": "is a file",
-    "n" * 300: "cannot be a folder: File name too long",
-    f"new/{'n' * 300}/new": "cannot be a folder: File name too long",
+    "n" * 300: "File name too long",
+    f"new/{'n' * 300}/new": "File name too long",
 }
 NOT_REPLACED = {
     "n" * 250: "cannot be a folder: File name too long",

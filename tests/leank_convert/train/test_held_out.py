@@ -151,7 +151,7 @@ def test_the_result_stands_in_log_mask_report_and_inspection(finished, tmp_path)
     page = (tmp_path / "report.html").read_text()
     facts = inspect_artifact(finished)
     assert json.loads(json.dumps(facts))["provenance"]["held_out"] == last
-    for text in (page.replace("&#x27;", "'"), render_inspection(facts)):
+    for text in (page.replace("&#x27;", "'"), " ".join(render_inspection(facts).split())):
         assert found.render() in text
         assert found.warnings[0] in text
 
