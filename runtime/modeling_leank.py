@@ -43,6 +43,12 @@ logger = logging.get_logger(__name__)
 _USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
 
 
+def _cpu_has_bfloat16() -> bool:
+    """Return whether torch can multiply in bfloat16 on this CPU; True where it does not say."""
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return ask is None or bool(ask())
+
+
 class LeanKMixin:
     """What a LeanK model adds to a stock model, with or without a head.
 
@@ -89,6 +95,11 @@ class LeanKMixin:
             raise ValueError(
                 f"`{model.name_or_path}`: tensor `{missing[0]}` is missing; copy or export the checkpoint "
                 "again"
+            )
+        if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not _cpu_has_bfloat16():
+            logger.warning(
+                "this CPU has no instructions for bfloat16, in which the model was loaded: with "
+                '`dtype="float32"` it is several times faster'
             )
         config = model.config
         model.key_means = load_key_means(config, read_settings(config), config.name_or_path, kwargs)

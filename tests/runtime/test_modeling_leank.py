@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from leank_convert._runtime.configuration_leank import CACHE
+from runtime import modeling_leank
 from runtime.modeling_leank import LeanKLlamaForCausalLM
 from tests.runtime.tiny_inputs import GREEDY, everything, feed_turns, one_row
 
@@ -240,6 +241,18 @@ def test_a_model_saves_what_the_stock_model_does_and_loads_with_its_masks(model_
             assert torch.equal(layer.channel_mask[0], mask)
     again = LeanKLlamaForCausalLM.from_pretrained(tmp_path)
     assert again.generate(one_row(), **GREEDY).tolist() == pair.leank.generate(one_row(), **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_cpu_without_bfloat16_is_told_of_float32(has_bfloat16, model_pair, tmp_path, monkeypatch):
+    model_pair(everything()).leank.save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_leank, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    told = []
+    monkeypatch.setattr(modeling_leank.logger, "warning", told.append)
+    LeanKLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not told
+    LeanKLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert ['dtype="float32"' in line for line in told] == [True] * (not has_bfloat16)
 
 
 @pytest.mark.parametrize("how", ["model", "forward"])

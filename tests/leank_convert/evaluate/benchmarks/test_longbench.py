@@ -46,6 +46,21 @@ def test_every_task_is_asked_with_its_context_and_room_for_its_answer(byte_level
         assert 0 <= score("Paragraph 1", prompt) <= 1
 
 
+def test_a_text_is_cut_by_characters_before_it_is_tokenized(byte_level_tokenizer, write_records, monkeypatch):
+    folder = write_records("hotpotqa.jsonl", [RECORD | {"context": "disi 77 49 ; " * 100_000}])
+    tokenizer, lengths = type(byte_level_tokenizer), []
+    tokenize = tokenizer.__call__
+
+    def count(self, text, *arguments, **options):
+        lengths.append(len(text))
+        return tokenize(self, text, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "__call__", count)
+    (prompt,) = draw(byte_level_tokenizer, folder)
+    assert len(prompt.input_ids) <= LENGTH
+    assert max(lengths) <= 2 * 64 * LENGTH
+
+
 def test_files_that_are_no_task_are_passed_over_and_as_many_as_asked_are_taken(
     byte_level_tokenizer, write_records
 ):
