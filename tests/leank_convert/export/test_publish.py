@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
     assert content(out) == {**OLD, "leank/log": "a"}
     stage(out, overwrite=True)
     assert content(out) == {**NEW, "leank/log": "a"}
+
+
+def test_a_checkpoint_that_is_whole_is_no_failure_where_its_scaffold_stays(tmp_path, monkeypatch):
+    def refuse(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rmdir", refuse)
+        stage(tmp_path / "out")
+    assert content(tmp_path / "out") == NEW and (tmp_path / "out.partial").exists()
+    stage(tmp_path / "out", "newer", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
