@@ -114,7 +114,7 @@ _NO_LICENCE = "The source names no licence: that of the original holds."
 _ADAPTERS = """
 ## Adapters
 
-KV heads are in another order than in {name}{basis}, so an adapter (LoRA) of it does not fit. Convert it for
+{moved} than in {name}, so an adapter (LoRA) of it does not fit. Convert it for
 this checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`.
 `model.load_adapter` refuses one that was not converted; PEFT's own
 `PeftModel.from_pretrained(model, adapter)` does not, nor does the stock class, and the answers would be wrong
@@ -210,7 +210,11 @@ def build_model_card(
     heads = sorted(width for layer in mask.widths for width in layer)
     most_whole = windows.sink_size + windows.recent_size
     orders = plan_head_layout(mask.widths).head_permutation
-    moved = mask.value_basis is not None or any(sorted(order) != list(order) for order in orders)
+    moved = []
+    if any(sorted(order) != list(order) for order in orders):
+        moved.append("KV heads are in another order")
+    if mask.value_basis is not None:
+        moved.append("V is in another basis")
     return _CARD.format(
         front_matter=_build_front_matter(title, base_model, licence or {}, None if kv_dtype else held_out),
         name=title,
@@ -240,11 +244,7 @@ def build_model_card(
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
         images=_IMAGES.format(whole=escaped(whole)) if whole else "",
-        adapters=_ADAPTERS.format(
-            name=title, basis=", and V in another basis" if mask.value_basis is not None else ""
-        )
-        if moved
-        else "",
+        adapters=_ADAPTERS.format(name=title, moved=" and ".join(moved)) if moved else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, name, noted_name),
         tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",

@@ -146,7 +146,7 @@ def test_it_is_told_by_inspect_card_and_report(source, mask, tmp_path):
     kept = f"{1 - mask.value_pruning_ratio:.1%} of V of all tokens but the first 4"
     assert kept in " ".join(card.split()) and "folded into `v_proj` and `o_proj`" in card
     assert f"\n| V of pruned tokens | {mask.value_pruning_ratio:.1%} removed (asked: 0.5): heads keep" in card
-    assert "and V in another basis, so an adapter" in card
+    assert "V is in another basis than in" in card
     write_report(mask, (), tmp_path / "report.html")
     assert f"{mask.value_pruning_ratio:.1%} removed (asked: 50.0%)" in (tmp_path / "report.html").read_text()
     model = inspect_artifact(source)
