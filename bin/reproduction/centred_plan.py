@@ -28,6 +28,7 @@ _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
 _NO_SAMPLES = "held_out_samples=0"
 _ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
+_HEADS = "duo-attention"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class CentredSizes:
     """How much is done."""
 
     overrides: tuple[str, ...] = ()
+    gate_overrides: tuple[str, ...] = ()  # of the run that trains gates of heads
     ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
     wide_ratios: tuple[float, ...] = (0.7, 0.8, 0.9)  # of the larger lambda
     tasks: tuple[str, ...] = (
@@ -63,6 +65,7 @@ QUICK_CENTRED = CentredSizes(
         "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
         "stage2.validation_contexts=0", "calibration_prompts=1", "held_out_samples=1",
     ),
+    gate_overrides=("heads.steps=2",),
     ratios=(0.7, 0.8),
     wide_ratios=(0.9,),
     tasks=("niah_single_2", "fwe"),
@@ -90,6 +93,8 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         for centred in ("true", "false"):
             settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
             runs[f"{method}-{centred}"] = Run(settings, (0.7,))
+    gates = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")  # as of SmolLM2
+    runs[_HEADS] = Run((f"method={_HEADS}", *gates, *sizes.gate_overrides, _NO_SAMPLES), (0.7,))
 
     def take(name: str, ratio: float = 0.7, run: str = MAIN, **changes: str) -> Entry:
         return Entry(name, ratio=ratio, run=run, **changes)  # type: ignore[arg-type]
@@ -125,6 +130,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         *masked,
         Entry("think", "think", 0.7),
         *untrained,
+        take(_HEADS, run=_HEADS),
         *(Entry(name, "beside") for name in ("kivi", "quest-16", "snapkv-2048")),
     ]
     alone = []
