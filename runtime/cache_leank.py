@@ -64,9 +64,9 @@ class LeanKCache(Cache):
         mode = settings.windows.prune if prune is None else check_prune(prune, "`prune`")
         self.rows = RowState(**settings.windows.sizes, prune=mode)
         self.graph = DecodeGraph(use_graphs)
-        sizes = settings.head_dim, choose_chunk_size(settings.widths, settings.head_dim)
         value_widths = settings.value_widths or [None] * len(settings.widths)
         value_chunk = choose_value_chunk(settings.value_widths, settings.head_dim)
+        sizes = settings.head_dim, choose_chunk_size(settings.widths, settings.head_dim, value_chunk)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
         given = [Constants()] * len(settings.widths) if constants is None else constants
         if settings.has_key_mean and any(own.key_mean is None for own in given):

@@ -210,18 +210,21 @@ def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return taken.view(*states.shape[:2], *index.shape[1:])
 
 
-def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:
+def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int, value_chunk: int | None = None) -> int:
     """Choose one chunk size for all layers of a model, so that one compiled kernel can serve them.
 
     32 where every width is a multiple of 32, else 16; heads of fewer than 64 channels take a quarter of
-    a head instead, so that a toy model still stores less than a dense one.
+    a head instead, so that a toy model still stores less than a dense one. No larger than a chunk of V, as
+    kernels want it.
 
     Args:
         widths: Kept channels per layer and head.
         head_dim: D.
+        value_chunk: Channels of a chunk of V, F; None: D.
     """
     aligned = all(width % 32 == 0 for layer in widths for width in layer)
     largest = 32 if aligned and head_dim >= 64 else min(16, max(1, head_dim // 4))
+    largest = min(largest, value_chunk or head_dim)
     return next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)
 
 
@@ -241,7 +244,10 @@ def choose_value_chunk(value_widths: Sequence[Sequence[int]] | None, head_dim: i
 
 
 def choose_value_multiple(head_dim: int) -> int:
-    """Choose what kept channels of V are a multiple of, so that chunks are as large as kernels want them."""
-    if head_dim >= 64 and head_dim % 32 == 0:
-        return 32
+    """Choose what kept channels of V are a multiple of: a chunk that kernels are at their best with.
+
+    Where half of V goes, multiples of 64 cost heads of 128 nothing, those of 32 cost heads of 64 more.
+    """
+    if head_dim > 64:
+        return math.gcd(head_dim, 64 if head_dim >= 128 else 32)
     return math.gcd(head_dim, max(1, head_dim // 4))

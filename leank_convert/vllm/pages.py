@@ -155,8 +155,8 @@ class ModelPages:
     @cached_property
     def layers(self) -> tuple[ChunkLayout, ...]:
         """How the channels of every layer's heads are cut, as in the checkpoint's own runtime."""
-        sizes = self.head_dim, choose_chunk_size(self.widths, self.head_dim)
         value_chunk = choose_value_chunk(self.value_widths, self.head_dim)
+        sizes = self.head_dim, choose_chunk_size(self.widths, self.head_dim, value_chunk)
         values = self.value_widths or [None] * len(self.widths)
         return tuple(
             ChunkLayout(widths, *sizes, own, value_chunk)

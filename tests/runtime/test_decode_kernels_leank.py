@@ -22,7 +22,14 @@ from runtime.kernel_key_leank import KernelKey
 )
 def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
     pytest.importorskip("tilelang")
-    sizes = ((64, 32, 2, 64), (96, 16, 7, 96), (128, 32, 4, 128), (128, 16, 9, 128), (128, 32, 4, 64))
+    sizes = (
+        (64, 32, 2, 64),
+        (64, 16, 4, 16),
+        (96, 16, 7, 96),
+        (128, 32, 4, 128),
+        (128, 16, 9, 128),
+        (128, 32, 4, 64),
+    )
     for (head_dim, chunk_size, max_chunks, chunk), count in itertools.product(sizes, (8, queries)):
         shape = (head_dim, 4, chunk_size, max_chunks, count)
         key = KernelKey(torch.device("cuda", 0), torch.bfloat16, *shape, value_chunk=chunk)

@@ -67,7 +67,8 @@ def check(
 
     A cache of FP8 is taken for the numbers that it stores, and new tokens must be stored as torch does it.
     """
-    chunk_size = choose_chunk_size([[int(w) for w in mask.sum(-1)]], mask.shape[1])
+    value_chunk = choose_value_chunk(values and [values], mask.shape[1])
+    chunk_size = choose_chunk_size([[int(w) for w in mask.sum(-1)]], mask.shape[1], value_chunk)
     load_tokens = min(64, *(size & -size for size in page_sizes))
     kernels = kernels or kernels_for(
         mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype, values
@@ -264,6 +265,7 @@ VALUES = {
     "chunks of 32": ((0, 32, 64, 128, 96), (0, 32, 128, 0, 96)),
     "whole K, chunks of 64": ((128, 128), (64, 0)),
     "chunks of 48": ((0, 64, 32, 96), (0, 0, 48, 96)),
+    "chunks of 16": ((0, 32, 64), (0, 16, 48)),
     "chunks of 96": ((32, 192, 64), (0, 192, 96)),
 }
 

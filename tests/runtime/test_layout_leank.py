@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.layout_leank import ChunkLayout, choose_chunk_size, choose_value_chunk, order_channels
+from runtime.layout_leank import (
+    ChunkLayout,
+    choose_chunk_size,
+    choose_value_chunk,
+    choose_value_multiple,
+    order_channels,
+)
 from tests.tiny_families import random_mask
 
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
@@ -46,3 +52,15 @@ def test_a_chunk_of_v_is_a_head_unless_some_of_it_can_be_dropped():
     assert choose_value_chunk([[0, 128], [64, 64]], 128) == 64
     assert choose_value_chunk([[0, 128]], 128) == 64
     assert choose_value_chunk([[32, 64], [0, 96]], 96) == 32
+
+
+def test_a_chunk_of_k_is_no_larger_than_one_of_v():
+    assert choose_chunk_size([[0, 32]], 64, 16) == 16
+    assert choose_chunk_size([[0, 32]], 128, 64) == 32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "multiple"), [(16, 4), (64, 16), (80, 16), (96, 32), (128, 64), (256, 64)]
+)
+def test_what_heads_keep_of_v_fills_chunks_that_kernels_take(head_dim, multiple):
+    assert choose_value_multiple(head_dim) == multiple
