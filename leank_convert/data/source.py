@@ -13,6 +13,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 from functools import cached_property
+from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
@@ -87,18 +88,23 @@ class SampleSource:
 
     @property
     def has_text(self) -> bool:
-        """Whether the recipe names running text."""
-        return self.data.haystack.source is not None
+        """Whether text can be drawn: the toy reads none but what a recipe names."""
+        return self.data.wording != "testbed" or self.data.haystack.source is not None
 
     def draw_text(self, index: int) -> Tensor:
-        """Draw text alone, as it is, from a random place of what the recipe names: ids [N], as of a sample.
+        """Draw text alone, as it is, from a random place: ids [N], as many as of a sample.
+
+        It is the text that the recipe names, else Python's documentation, which every Python has.
 
         Raises:
             LeanKError: If it cannot be read.
         """
         rng = random.Random(f"{self.seed}/text/{index}")
         length = rng.randint(self.data.min_length, self.data.max_length)
-        text, size = self.haystack.text, _LETTERS_OF_TOKEN * length
+        text = self.haystack.text
+        if self.data.haystack.source is None:
+            text = "\n\n".join(topics[name] for name in sorted(topics))
+        size = _LETTERS_OF_TOKEN * length
         place = rng.randrange(len(text))
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]
         encoded = self.tokenizer(piece, truncation=True, max_length=length)

@@ -8,7 +8,6 @@ Letters as in `attention`; L pruned layers, G = H / H_kv.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +28,10 @@ from leank_convert.train.split_attention import Pair, StoredContext
 from leank_convert.value_weights import digest_values
 from leank_convert.windows import Windows
 
-# A basis of another kind of text costs several times as much as one of a mixture.
+# Of tasks and of text by turns: a basis of tasks alone costs two to five times as much on text.
 _NUM_CONTEXTS = 8
 _NUM_QUERIES = 512
 _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
-_logger = logging.getLogger("leank_convert")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def measure_values(
     offload: bool = False,
     progress: bool = False,
 ) -> ValueBasis:
-    """Measure a basis of V by dense passes over the first prompts of a recipe's tasks, and over its text.
+    """Measure a basis of V by dense passes over the first prompts of a recipe's tasks, and over plain text.
 
     Ranks share the contexts, and all get the same bits.
 
@@ -111,11 +109,6 @@ def measure_values(
     """
     ranks = ranks or Ranks(loaded.model.device)
     weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
-    if ranks.is_first and not samples.has_text:
-        _logger.warning(
-            "the basis of V is measured on the recipe's tasks alone, and other text loses more by it: name "
-            "some by `data.haystack.source`"
-        )
     moments = _Moments(loaded.facts.mask_shape, windows)
     num_tokens, failure = 0, None
     with progress_bar(progress and ranks.is_first, "measuring values", _NUM_CONTEXTS) as advance:
@@ -148,10 +141,10 @@ def measure_values(
 
 
 def _draw(samples: SampleSource, place: int) -> Tensor:
-    """A context's tokens [N]: prompts of the tasks, and every other one of text where there is some."""
-    if samples.has_text and place % 2:
+    """A context's tokens [N]: a prompt of the tasks, or at every other place text, where there is some."""
+    if place % 2 and samples.has_text:
         return samples.draw_text(place)
-    return samples.draw(place // 2 if samples.has_text else place).prompt_ids()
+    return samples.draw(place).prompt_ids()
 
 
 class _Moments:

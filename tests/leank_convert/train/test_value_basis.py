@@ -75,20 +75,21 @@ def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
     assert found.num_tokens == sum(map(len, contexts))
 
 
-def test_text_is_measured_too_where_the_recipe_names_some(load, short_recipe, tmp_path, caplog):
-    assert measure_values(*load(), WINDOWS).num_tokens
-    assert "measured on the recipe's tasks alone" in caplog.text
-    caplog.clear()
+def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, short_recipe, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The harbour master keeps a book of all ships. " * 200)
-    data = {**short_recipe().data.model_dump(), "haystack": {"source": str(text)}}
-    loaded, samples = load(data=data, value_pruning_ratio=0.5)
-    ids = samples.draw_text(1)
-    assert 200 <= len(ids) <= 280 and torch.equal(ids, samples.draw_text(1))
-    found = measure_values(loaded, samples, WINDOWS)
-    parts = [samples.draw(place).prompt_ids() for place in range(4)]
-    parts += [samples.draw_text(place) for place in (1, 3, 5, 7)]
-    assert found.num_tokens == sum(map(len, parts)) and not caplog.text
+    data, drawn = short_recipe().data.model_dump(), []
+    for changes in ({}, {"wording": "general"}, {"haystack": {"source": str(text)}}):
+        loaded, samples = load(data={**data, **changes}, value_pruning_ratio=0.5)
+        ids = samples.draw_text(1)
+        assert 200 <= len(ids) <= 280 and torch.equal(ids, samples.draw_text(1))
+        parts = [
+            samples.draw_text(place) if changes and place % 2 else samples.draw(place).prompt_ids()
+            for place in range(8)
+        ]
+        assert measure_values(loaded, samples, WINDOWS).num_tokens == sum(map(len, parts))
+        drawn.append(ids)
+    assert not torch.equal(drawn[1], drawn[2])
 
 
 def test_directions_are_chosen_by_rank_over_the_model(load):
