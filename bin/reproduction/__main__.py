@@ -50,6 +50,11 @@ from leank_convert.errors import LeanKError
     "place of training them anew; of a larger lambda those of ratios that it alone has.",
 )
 @click.option(
+    "--values",
+    is_flag=True,
+    help="Of a real model: prune V, too, beside K by the package's masks.",
+)
+@click.option(
     "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
 )
 @click.option("--worker", type=int, hidden=True)  # one of several, of which another process reports
@@ -62,6 +67,7 @@ def main(
     workers: int | None,
     minutes: float | None,
     packaged: bool,
+    values: bool,
     quick: bool,
     worker: int | None,
 ) -> None:
@@ -70,7 +76,7 @@ def main(
     Of testbed and smollm2: the paper's experiments, masks by every method. Of qwen2.5-coder: LeanK's masks
     and rounded caches, keys centred and not. How long it takes is said before it begins.
 
-    OUT (default: out/reproduce, for others out/reproduce-MODEL, or out/reproduce-MODEL-packaged) keeps masks
+    OUT (default: out/reproduce, for others out/reproduce-MODEL, -packaged or -values behind it) keeps masks
     and answers: run the same command again, and it goes on where it was. Several at once share the work.
     """
     from bin.reproduction.experiment import Experiment
@@ -80,12 +86,16 @@ def main(
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
+        if values and (model == "testbed" or packaged):
+            clash = "--packaged" if packaged else "--model testbed"
+            raise LeanKError(f"`--values` and `{clash}`: V is pruned on real models, by the package's masks")
         on_gpu = choose_device(device).type == "cuda"
         if workers is None:
             workers = max(1, count_gpus()) if device is None else 1
         folder = None if model == "testbed" else str(_find_model(model, model_folder))
         suffix = ("" if folder is None else f"-{model}") + ("-packaged" if packaged else "")
-        plan = make_plan(model, quick=quick, on_gpu=on_gpu, packaged=packaged)
+        suffix += "-values" if values else ""
+        plan = make_plan(model, quick=quick, on_gpu=on_gpu, packaged=packaged, values=values)
         experiment = Experiment(out or Path(f"out/reproduce{suffix}"), plan, folder, texts, device, minutes)
         if worker is not None:
             experiment.work(f"worker {worker}: ")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +17,13 @@ from torch import Tensor
 from bin.baselines import COMPARED, make_variants
 from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
 from bin.reproduction.rounded import RoundedPrompt
+from bin.reproduction.values import PrunedValues, fold_values
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
+from leank_convert.files import write_atomically
 from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, save_mask
 from leank_convert.mask_provenance import MaskProvenance
@@ -29,6 +33,8 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
+from leank_convert.train.value_basis import ValueBasis, choose_value_widths
+from leank_convert.windows import Windows
 
 
 class Masks(Mapping[str, Mapping[float, ChannelMask]]):
@@ -108,6 +114,12 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
             )
 
 
+def _to_bytes(content: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    return buffer.getvalue()
+
+
 def _find_packaged(model: str, ratio: float) -> Path:
     hint = "leave `--packaged` out, and masks are trained"
     try:
@@ -127,6 +139,7 @@ class Bench:
         self.model, self.device = model, device
         self.masks = Masks(plan, model, out / "masks", device)
         self.scales_file = out / "constants.pt"
+        self.basis_file = out / "basis.pt" if plan.has_basis else None
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
@@ -138,18 +151,37 @@ class Bench:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, MASK_FILE_NAME)
             save_mask(replace(all_channels_mask(facts), provenance=known), path)
-            return load_evaluated(folder, self.device, mask=path)
+            evaluated = load_evaluated(folder, self.device, mask=path)
+        if self.basis_file is not None:
+            fold_values(evaluated, self.basis.directions)
+        return evaluated
+
+    @cached_property
+    def basis(self) -> ValueBasis:
+        """The basis of V that `measure_basis` left."""
+        assert self.basis_file is not None
+        return ValueBasis(**torch.load(self.basis_file))
 
     def mask(self, entry: Entry) -> ChannelMask:
         """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
         assert entry.run is not None
         return self.masks[entry.run][entry.ratio or MAIN_RATIO]
 
+    def measure_basis(self) -> None:
+        """Measure a basis of V, as an export does, and keep it."""
+        assert self.basis_file is not None
+        windows = Windows(**self.recipe.windows.model_dump())
+        measured = measure_cache(
+            self.model, self.recipe, device=self.device, keys=False, value_windows=windows
+        )
+        assert measured.values is not None
+        write_atomically(self.basis_file, _to_bytes(vars(measured.values)))
+
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
-        scales = measure_cache(self.model, self.recipe, device=self.device).scales(
-            self.masks[run][MAIN_RATIO]
-        )
+        basis = None if self.basis_file is None else self.basis.directions
+        measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=basis)
+        scales = measured.scales(self.masks[run][MAIN_RATIO])
         torch.save({"key_scale": scales.keys, "value_scale": scales.values}, self.scales_file)
 
     def variant(self, entry: Entry) -> Variant:
@@ -179,4 +211,9 @@ class Bench:
             constants = {"key_mean": mean}
             if entry.kv_dtype == "fp8" and entry.mean == "model":
                 constants |= torch.load(self.scales_file)
-        return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)
+        if entry.values is None:
+            return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)
+        widths = choose_value_widths(self.basis.energies, kept.any(-1), entry.values)
+        return PrunedValues(
+            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, value_widths=widths
+        )

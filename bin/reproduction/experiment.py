@@ -129,10 +129,14 @@ class Experiment:
             Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run), (), plan.pace.mask)
             for run in masks
         ]
+        basis = self.bench.basis_file
+        if basis is not None:
+            units.append(Unit("basis", basis.exists, self.bench.measure_basis, (), plan.pace.mask))
         if plan.has_scales:
             measure = partial(self.bench.measure_scales, MAIN)
             done = self.bench.scales_file.exists
-            units.append(Unit("constants", done, measure, (f"masks/{MAIN}",), plan.pace.mask))
+            needs = (f"masks/{MAIN}", *(["basis"] if plan.has_basis else []))
+            units.append(Unit("constants", done, measure, needs, plan.pace.mask))
         units += self._list_text_units()
         last: dict[str, tuple[int, str]] = {}
         for part in plan.parts:
@@ -197,6 +201,7 @@ class Experiment:
         """Units that make what these rows answer by."""
         runs = {entry.run for row in rows for entry in row}
         needs = [f"masks/{run}" for run in self.plan.runs if run in runs]
+        needs += ["basis"] if self.plan.has_basis else []
         needs += ["constants"] if self.plan.has_scales else []
         if any(len(row) > 1 for row in rows):
             parts = [part for part in self.plan.parts if part.name == VALIDATION]

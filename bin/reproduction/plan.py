@@ -50,6 +50,7 @@ class Entry(NamedTuple):
     kv_dtype: str | None = None  # of a `mask`, where it is not the model's
     mean: str = "model"  # what comes off keys: the `model`'s, `none`, or the `prompt`'s where it is rounded
     rounded: str = ""  # `K` or `V`: this alone is rounded to `kv_dtype`, and of the prompt alone
+    values: float | None = None  # the pruning ratio of V, in a plan that has a basis of it
 
 
 DENSE = Entry(DENSE_NAME, "dense")
@@ -130,6 +131,7 @@ class Plan:
     # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
     weighed: tuple[Entry, ...] = ()
     weighed_on: str = ""
+    has_basis: bool = False  # whether a basis of V is measured, and folded into the model that answers
     has_scales: bool = False  # whether scales of an FP8 cache are measured for the main mask
     packaged: tuple[str, ...] = ()  # runs whose masks are the package's
     # Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.

@@ -10,9 +10,11 @@ from bin.reproduction.plans import make_plan
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
-def test_every_table_of_the_report_is_filled(smollm2, tmp_path, name):
-    plan = make_plan(name, quick=True, on_gpu=False)
+@pytest.mark.parametrize(
+    ("name", "values"), [("smollm2", False), ("qwen2.5-coder", False), ("smollm2", True)]
+)
+def test_every_table_of_the_report_is_filled(smollm2, tmp_path, name, values):
+    plan = make_plan(name, quick=True, on_gpu=False, values=values)
     report = Experiment(tmp_path, plan, str(smollm2), device="cpu").run().read_text()
     assert "model: " in report and "| documentation, 300 | " in report
     for part in plan.parts:

@@ -51,15 +51,15 @@ def test_it_prints_where_the_report_lies(run):
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
-@pytest.mark.parametrize("packaged", [False, True])
-def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, packaged):
+@pytest.mark.parametrize("flag", ["", "packaged", "values"])
+def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, flag):
     (tmp_path / "config.json").touch()
     arguments = ("--model", name, "--model-folder", str(tmp_path), "--texts", str(tmp_path), "--quick")
-    flag, suffix = (("--packaged",), "-packaged") if packaged else ((), "")
-    _, ((out, plan, *given),) = run(*arguments, "--device", "cpu", *flag)
+    given_flags, suffix = ((f"--{flag}",), f"-{flag}") if flag else ((), "")
+    _, ((out, plan, *given),) = run(*arguments, "--device", "cpu", *given_flags)
     assert out == Path(f"out/reproduce-{name}{suffix}")
-    assert plan == make_plan(name, quick=True, on_gpu=False, packaged=packaged)
-    assert (MAIN in plan.packaged) == packaged
+    assert plan == make_plan(name, quick=True, on_gpu=False, **({flag: True} if flag else {}))
+    assert (MAIN in plan.packaged) == bool(flag)
     assert given[:2] == [str(tmp_path), tmp_path]
 
 
@@ -88,6 +88,9 @@ def test_mistakes_are_told_with_their_remedy(run, tmp_path):
     result, asked = run("--model", "smollm2", "--model-folder", str(tmp_path), "--device", "cpu")
     told = f"error: `{tmp_path}` holds no model\nhint: `bin/fetch-smollm2 {tmp_path}`"
     assert (result.exit_code, asked) == (2, []) and result.stderr.startswith(told)
+    for arguments, clash in (((), "--model testbed"), (("--model", "smollm2", "--packaged"), "--packaged")):
+        result, asked = run("--values", *arguments)
+        assert (result.exit_code, asked) == (2, []) and f"`--values` and `{clash}`" in result.stderr
     ended = LeanKError("SIGTERM ended the run", hint="pass `--resume`", exit_code=143)
     result, _ = run("--device", "cpu", failure=ended)
     assert result.exit_code == 143

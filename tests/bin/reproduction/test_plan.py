@@ -7,7 +7,7 @@ from bin.baselines import COMPARED, make_variants
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
 from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
-from bin.reproduction.plans import PLANS, make_plan
+from bin.reproduction.plans import PLANS, VALUE_PLANS, make_plan
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.masks import FOLDER
@@ -22,10 +22,19 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[f"{name} {kind}" for name in PLANS for kind in KINDS])
+VALUES = {name: {**KINDS[name], "values": True} for name in ("gpu", "quick")}
+
+
+@pytest.fixture(
+    params=[
+        *((name, options) for name in PLANS for options in KINDS.values()),
+        *((name, options) for name in VALUE_PLANS for options in VALUES.values()),
+    ],
+    ids=str,
+)
 def plan(request):
-    name, kind = request.param.split()
-    return make_plan(name, **KINDS[kind])
+    name, options = request.param
+    return make_plan(name, **options)
 
 
 @pytest.fixture(params=["testbed", "smollm2"])

@@ -1,0 +1,101 @@
+"""Pruned V on real models, beside K by the package's masks: answers and text, and what fewer bits cost.
+
+The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it; texts of
+that kind are therefore none. The dense model is the folded one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bin.reproduction.plan import (
+    DENSE,
+    MAIN,
+    Cell,
+    Entry,
+    Pace,
+    Part,
+    Plan,
+    Round,
+    Run,
+    Table,
+    TextPlan,
+    by_name,
+    singles,
+)
+
+_RULER = (
+    "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
+    "niah_multiquery", "vt", "fwe",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ValueSizes:
+    """How much is done."""
+
+    recipe: str
+    seed: int = 7_000_000  # of the prompts that other caches were asked, too
+    tasks: tuple[str, ...] = _RULER
+    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    rounds: tuple[int, ...] = (32, 64, 100)  # prompts of a cell that are answered by then
+    text_tokens: tuple[int, ...] = (4000, 12000)  # of a text, before those that are fed
+    num_fed: int = 128
+    num_texts: int = 6  # of each kind
+    batch_tokens: int = 2**17
+    overrides: tuple[str, ...] = ()
+
+
+QWEN = ValueSizes("qwen2.5-coder-1.5b-instruct")
+SMOLLM2 = ValueSizes(
+    "smollm2-135m-instruct", lengths=(1024, 2048, 4096, 7680), text_tokens=(1600, 4000), batch_tokens=2**18
+)
+QUICK = ValueSizes(
+    "smollm2-135m-instruct",
+    tasks=("niah_single_2",),
+    lengths=(448,),
+    rounds=(1, 2),
+    text_tokens=(300,),
+    num_fed=4,
+    num_texts=2,
+    batch_tokens=1024,
+    overrides=(
+        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+        "data.max_length=512", "data.questions_per_context=1",
+    ),
+)  # fmt: skip
+
+
+def make_values_plan(sizes: ValueSizes, packaged: bool = True) -> Plan:
+    """Lay out all that answers and what it is asked; masks of K are the package's."""
+
+    def prune(keys: float, values: float, **changes: str) -> Entry:
+        rounded = f" x {changes['kv_dtype']}" if changes else ""
+        name = f"K {keys:.0%}, V {values:.0%}{rounded}"
+        return Entry(name, ratio=keys, run=MAIN, values=values, **changes)  # type: ignore[arg-type]
+
+    main = [prune(0.7, 0.5), prune(0.7, 0.5, kv_dtype="fp8"), prune(0.8, 0.6)]
+    further = [prune(0.7, 0.6), prune(0.7, 0.7), prune(0.8, 0.5), prune(0.0, 0.25), prune(0.0, 0.5)]
+    cells = tuple(
+        Cell(task, length) for length in sorted(sizes.lengths, reverse=True) for task in sizes.tasks
+    )
+    rounds = tuple(Round(count, singles([DENSE, *main])) for count in sizes.rounds)
+    return Plan(
+        title=f"Pruned V by {sizes.recipe}",
+        recipe=sizes.recipe,
+        overrides=sizes.overrides,
+        runs={MAIN: Run((), (0.7, 0.8))},
+        parts=(Part("ruler", sizes.seed, cells, rounds, 0.2),),
+        tables=(Table("RULER's tasks", "ruler", by_name(main)),),
+        batch_tokens=sizes.batch_tokens,
+        pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
+        text=TextPlan(
+            lengths=sizes.text_tokens,
+            num_fed=sizes.num_fed,
+            num_texts=sizes.num_texts,
+            rows=singles([*main, *further]),
+        ),
+        has_basis=True,
+        has_scales=True,
+        packaged=(MAIN,),
+    )
