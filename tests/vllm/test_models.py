@@ -11,10 +11,12 @@ from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from leank_convert._runtime.mask_file_leank import MASK_FILE
+from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm import BACKEND, configs, layers, models, register
 from leank_convert.vllm.models import _LeanKForCausalLM
 
@@ -212,3 +214,28 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
     )
     layers.LeanKAttention._find_kernels(layer, 5)
     assert len(events) == (2 if fails else 3) and events[-1] == 5
+
+
+def settled_by(name):
+    """What vLLM settles of a quantized model and of an engine by the name of a class."""
+    hf_config = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
+    sizes = dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(**sizes),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+    )
+    found = MODELS_CONFIG_MAP[name]
+    found.verify_and_update_model_config(SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config))
+    found.verify_and_update_config(config)
+    return hf_config, config.compilation_config, config.structured_outputs_config.reasoning_parser
+
+
+def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families():
+    register()
+    names = {ARCHITECTURES[family].causal_lm_class for family in configs.FAMILIES}
+    named = {name for name in names if name in MODELS_CONFIG_MAP}
+    assert named == {name for name in names if f"LeanK{name}" in MODELS_CONFIG_MAP} == {"GptOssForCausalLM"}
+    *ours, parser = settled_by("LeanKGptOssForCausalLM")
+    *stock, of_harmony = settled_by("GptOssForCausalLM")
+    assert ours == stock and stock[1].max_cudagraph_capture_size > 512
+    assert (parser, of_harmony) == ("", "openai_gptoss")  # which raises in chats of another `model_type`

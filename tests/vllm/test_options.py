@@ -219,8 +219,10 @@ def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
 def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(monkeypatch):
     monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKGptOssConfig")
-    quantized = own(quantization_config={"quant_method": "mxfp4"}).quantization_config
-    assert quantized == {"quant_method": "gpt_oss_mxfp4"}
+    config = own(quantization_config={"quant_method": "mxfp4"})
+    assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
+    config.quantization_config = {"quant_method": "mxfp4"}  # as vLLM does, from the file
+    assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
 
 
 def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypatch):
