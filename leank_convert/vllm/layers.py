@@ -63,6 +63,7 @@ class LeanKAttention(Attention):
     Attributes:
         sizes: Of the window.
         row: The layer's place among those that are pruned.
+        heads: The rank's KV heads of all that the layer has.
         layout: How the channels of the rank's heads are cut.
         start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
@@ -109,7 +110,8 @@ class LeanKAttention(Attention):
         own = pages.layout(rank, stage)
         self.layout = own.layers[self.row - stage[0]]
         self.start = own.starts[self.row - stage[0]]
-        mask = settings.channel_masks[self.row, list(pages.heads[rank][self.row])]
+        self.heads = list(pages.heads[rank][self.row])
+        mask = settings.channel_masks[self.row, self.heads]
         device = self._k_scale.device
         index = self.layout.chunk_index(order_channels(mask)[None])
         table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
@@ -159,9 +161,7 @@ class LeanKAttention(Attention):
         device = self.chunk_index.device
         if device.type != "cuda":
             return []
-        return [
-            kernel_key(device, self.dtype, **self._shape(count)) for count in (self._num_columns, MAX_DRAFT)
-        ]
+        return [kernel_key(device, self.dtype, **self._shape(n)) for n in (self._num_columns, MAX_DRAFT)]
 
     def _find_kernels(self, num_columns: int) -> DecodeKernels | None:
         if _compilation is not None:
@@ -200,8 +200,7 @@ class LeanKAttention(Attention):
 
     def _fields(self, vllm_config: VllmConfig, *, kept: bool) -> dict[str, Any]:
         block_size, dtype = vllm_config.cache_config.block_size, self.kv_cache_torch_dtype
-        element = get_dtype_size(dtype)
-        numbers = self.pages.numbers
+        element, numbers = get_dtype_size(dtype), self.pages.numbers
         return {
             "block_size": block_size if kept else self.pages.window_block_size(block_size),
             "num_kv_heads": self.num_kv_heads,

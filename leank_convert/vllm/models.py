@@ -22,7 +22,6 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.configuration_leank import read_settings
@@ -66,16 +65,15 @@ class _LeanKForCausalLM:
         vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
         config = vllm_config.model_config.hf_config
         settings = read_settings(config)
-        # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
-        if len(settings.layers) == config.num_hidden_layers:
-            vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
-        else:
-            full = KVCacheSpecKind.FULL_ATTENTION.value
-            vllm_config.attention_config.backend_per_kind = {full: AttentionBackendEnum[BACKEND]}
+        # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths. Layers that draft
+        # are built from the same options later, and look for their own.
+        attention = vllm_config.attention_config
+        asked = attention.backend_per_kind
+        attention.backend_per_kind = {**asked, "full_attention": AttentionBackendEnum[BACKEND]}
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        attention.backend_per_kind = asked
         self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
-        options = {"revision": vllm_config.model_config.revision}
-        self._source = vllm_config.model_config.model, options
+        self._source = vllm_config.model_config.model, {"revision": vllm_config.model_config.revision}
         family = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)]
         self._layers_differ = family.experts or "linear_attention" in family.other_layers
         self._quantized = vllm_config.quant_config is not None
@@ -128,18 +126,14 @@ class _LeanKForCausalLM:
         means = load_key_means(self._config, self._settings, *self._source)
         if means is None:
             return
-        rank = get_tensor_model_parallel_rank()
         for attention in self._attentions:
-            heads = list(self._pages.heads[rank][attention.row])
-            attention.key_mean.copy_(means[attention.row][:, heads])
+            attention.key_mean.copy_(means[attention.row][:, attention.heads])
 
     def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""
-        rank = get_tensor_model_parallel_rank()
         shape = [self._settings.num_key_value_heads, self._settings.head_dim]
         found: list[list[torch.Tensor]] = []
         for attention in self._attentions:
-            heads = list(self._pages.heads[rank][attention.row])
             found.append([])
             for kind in SCALE_NAMES:
                 name = f"{attention.layer_name.rpartition('.')[0]}.{kind}"
@@ -148,7 +142,7 @@ class _LeanKForCausalLM:
                 if list(scales[name].shape) != shape:
                     raise ValueError(f"`{name}` is of shape {list(scales[name].shape)}, not {shape}")
                 found[-1].append(scales[name])
-                getattr(attention, kind).copy_(scales[name][heads])
+                getattr(attention, kind).copy_(scales[name][attention.heads])
         check_scales(found)
 
     @cached_property

@@ -59,17 +59,9 @@ class PageKernels:
             window_slots: The same of the window's pages.
         """
         *memory, _, _, key_scale, value_scale = self.kernels.arguments(store)
+        states, mean = (_as_rows(keys), _as_rows(values)), self.kernels.mean_of(store)
         with torch.cuda.device(keys.device):
-            self._append(
-                _as_rows(keys),
-                _as_rows(values),
-                *memory,
-                key_scale,
-                value_scale,
-                self.kernels.mean_of(store),
-                slots,
-                window_slots,
-            )
+            self._append(*states, *memory, key_scale, value_scale, mean, slots, window_slots)
 
     def gather(
         self, store: StoreTensors, requests: torch.Tensor, starts: torch.Tensor, longest: int, num_tokens: int
@@ -83,12 +75,9 @@ class PageKernels:
             longest: Most tokens of one.
             num_tokens: Tokens of all.
         """
-        num_heads = store.head_table.shape[0] - 1
-        dense = torch.empty(
-            (2, num_tokens, num_heads, self.kernels.key.head_dim),
-            dtype=self.kernels.key.dtype,
-            device=requests.device,
-        )
+        key = self.kernels.key
+        shape = (2, num_tokens, store.head_table.shape[0] - 1, key.head_dim)
+        dense = torch.empty(shape, dtype=key.dtype, device=requests.device)
         with torch.cuda.device(dense.device):
             self._gather(*self.kernels.arguments(store), requests, starts, *dense, longest)
         return dense[0], dense[1]

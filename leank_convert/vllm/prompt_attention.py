@@ -37,9 +37,8 @@ def find_flash_attention(
         from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
     except ImportError:  # a build without its extensions
         return None
-    if dtype not in FlashAttentionBackend.supported_dtypes:
-        return None
-    if not FlashAttentionBackend.supports_head_size(head_size):
+    supports_size = FlashAttentionBackend.supports_head_size(head_size)
+    if dtype not in FlashAttentionBackend.supported_dtypes or not supports_size:
         return None
     if has_sinks and not FlashAttentionBackend.supports_sink():
         return None

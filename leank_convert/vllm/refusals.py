@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from leank_convert.families import LEANK_PREFIX
-from leank_convert.vllm import BACKEND, FP8_NAMES
+from leank_convert.vllm import FP8_NAMES
+from leank_convert.vllm.configs import version_of
 from leank_convert.vllm.pages import STEP
 
 # Drafts of no model, and of one that has a cache of its own.
@@ -96,14 +96,17 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, option)
-        if size > 1:
+        if (size := getattr(parallel, option)) > 1:
             yield f"--{option.replace('_', '-')} {size}: use --tensor-parallel-size instead"
     if parallel.use_ubatching:
         yield "--enable-dbo, or --ubatch-size: halves of a batch are not told their prompts' lengths"
-    backend = vllm_config.attention_config.backend
-    if backend is not None and backend.name != BACKEND:
-        yield f"--attention-backend {backend.name} reads another cache; leave it out"
+    attention = vllm_config.attention_config
+    if attention.backend is not None:
+        yield f"--attention-backend {attention.backend.name} reads another cache; leave it out"
+    if (own := attention.backend_per_kind.get("full_attention")) is not None:
+        yield f"--attention-config backend_per_kind full_attention={own.name}: another cache; leave it out"
+    if vllm_config.structured_outputs_config.reasoning_parser == "openai_gptoss":
+        yield "--reasoning-parser openai_gptoss: it stops at `model_type` leank_gpt_oss; leave it out"
     drafts = vllm_config.speculative_config
     kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
     if drafts is not None and "linear_attention" in kinds:
@@ -120,7 +123,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     family = str(getattr(vllm_config.model_config.hf_config, "model_type", ""))
     if family.removeprefix(LEANK_PREFIX) in _OVERFLOWING and plain == "float16":
         yield "--dtype float16: models of this family overflow in it; add --dtype bfloat16"
-    found = _version_of("tilelang")
+    found = version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
     if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:
         yield (
@@ -148,10 +151,3 @@ def _problems_of_transfer(vllm_config: Any) -> Iterator[str]:
         yield f"--kv-transfer-config with {ranks} ranks: the other side may deal heads to ranks otherwise"
     if has_drafter(vllm_config):
         yield "--kv-transfer-config with drafts of a model: it was never run; take n-grams (method `ngram`)"
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextForCausalL
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
+from vllm.model_executor.warmup import qwen_triton_warmup
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -167,19 +168,38 @@ def test_a_block_is_so_many_pages_as_cost_little(block_size, widths, num_parts):
     assert len(set(pages.layout(0, pages.stages[0]).parts)) == num_parts
 
 
-def test_a_page_holds_a_state():
-    """Of as many tokens as a dense layer keeps in its bytes: of two layers, as one keeps less."""
-    cache = SimpleNamespace(block_size=0, user_specified_block_size=False)
+@pytest.mark.parametrize(("asked", "step"), [(None, 64), (48, 3 * 64)])
+def test_a_page_holds_a_state(asked, step):
+    """Of as many tokens as a dense layer keeps in its bytes: of two layers, as one keeps less.
+
+    And of a multiple of those after which kernels leave states, as vLLM would make it one.
+    """
+    cache = SimpleNamespace(block_size=asked, user_specified_block_size=asked is not None)
     shapes = (3, 64), (4, 64, 64)
     state = SimpleNamespace(
-        get_state_shape=lambda: shapes, get_state_dtype=lambda: (torch.bfloat16, torch.float32)
+        get_state_shape=lambda: shapes,
+        get_state_dtype=lambda: (torch.bfloat16, torch.float32),
+        get_prefill_checkpoint_alignment=lambda: 64,
     )
     pruned = SimpleNamespace(num_kv_heads=1, head_size=64, kv_cache_torch_dtype=torch.bfloat16)
     pages = ModelPages(((16,),) * 4, 64, 1, ((0, 4),))
     pages = lay_beside_states(pages, [state] * 4, pruned, cache)
-    assert cache.block_size == pages.window_block_size(cache.block_size) == 5 * 64
+    size = -(-5 * 64 // step) * step
+    assert cache.block_size == pages.window_block_size(cache.block_size) == size
     assert pages.num_parts == 2
-    assert 2 * pages.numbers_per_page(5 * 64) >= 2 * 3 * 64 + 4 * 4 * 64 * 64
+    assert 2 * pages.numbers_per_page(size) >= 2 * 3 * 64 + 4 * 4 * 64 * 64
+
+
+def test_kernels_of_states_are_compiled_before_the_first_request(monkeypatch):
+    found = []
+    monkeypatch.setattr(qwen_triton_warmup, "_qwen_gdn_warmup_config", found.append)
+    compilation = SimpleNamespace(static_forward_context={})
+    for model_type in ("leank_olmo3", "leank_qwen3_next"):
+        own = SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type))
+        qwen_triton_warmup.qwen_triton_warmup(
+            SimpleNamespace(device=None, compilation_config=compilation), own
+        )
+    assert found == [{}]
 
 
 def test_other_layers_know_nothing_of_prompts():

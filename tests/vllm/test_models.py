@@ -11,10 +11,13 @@ from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from leank_convert._runtime.mask_file_leank import MASK_FILE
-from leank_convert.vllm import configs, layers, models
+from leank_convert.families import ARCHITECTURES
+from leank_convert.vllm import BACKEND, configs, layers, models, register
 from leank_convert.vllm.models import _LeanKForCausalLM
 
 HEADS = (((0, 3), (1, 2)), ((1, 2), (0, 3)))  # of two ranks in two layers
@@ -29,20 +32,19 @@ ORDERS = [[2, 0, 3, 1], [0, 1, 3, 2]]  # of the original's heads in the checkpoi
 MEANS = torch.randn(2, 4, 16).half()
 
 
-def set_scales(scales, monkeypatch):
+def set_scales(scales):
     """What the second rank has of them."""
-    monkeypatch.setattr(models, "get_tensor_model_parallel_rank", lambda: 1)
     attentions = [
         SimpleNamespace(
             layer_name=f"model.layers.{layer}.self_attn.attn",
-            row=layer,
+            heads=HEADS[1][layer],
             key_scale=torch.ones(1, 2, 16),
             value_scale=torch.ones(1, 2, 16),
         )
         for layer in range(2)
     ]
     settings = SimpleNamespace(num_key_value_heads=4, head_dim=16)
-    model = SimpleNamespace(_attentions=attentions, _pages=SimpleNamespace(heads=HEADS), _settings=settings)
+    model = SimpleNamespace(_attentions=attentions, _settings=settings)
     _LeanKForCausalLM._set_scales(model, scales)
     return attentions
 
@@ -56,7 +58,7 @@ def set_scales(scales, monkeypatch):
     ],
     ids=["missing", "too short", "no power of two"],
 )
-def test_a_scale_that_is_wrong_is_named(damage, said, monkeypatch):
+def test_a_scale_that_is_wrong_is_named(damage, said):
     scales = dict(SCALES)
     name = "model.layers.1.self_attn.key_scale"
     if damage is None:
@@ -64,10 +66,10 @@ def test_a_scale_that_is_wrong_is_named(damage, said, monkeypatch):
     else:
         scales[name] = damage
     with pytest.raises(ValueError, match=said):
-        set_scales(scales, monkeypatch)
+        set_scales(scales)
 
 
-def set_means(folder, monkeypatch, damage=None):
+def set_means(folder, damage=None):
     """What the second rank has of those in a mask's file."""
     file = folder / MASK_FILE
     save_file({"key_mean": MEANS}, file)
@@ -76,11 +78,12 @@ def set_means(folder, monkeypatch, damage=None):
         file.unlink()
     elif damage == "another":
         save_file({"key_mean": MEANS + 1}, file)
-    monkeypatch.setattr(models, "get_tensor_model_parallel_rank", lambda: 1)
-    attentions = [SimpleNamespace(row=layer, key_mean=torch.zeros(1, 2, 16)) for layer in range(2)]
+    attentions = [
+        SimpleNamespace(row=layer, heads=HEADS[1][layer], key_mean=torch.zeros(1, 2, 16))
+        for layer in range(2)
+    ]
     model = SimpleNamespace(
         _attentions=attentions,
-        _pages=SimpleNamespace(heads=HEADS),
         _settings=SimpleNamespace(has_key_mean=True, channel_masks=torch.ones(2, 4, 16)),
         _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
         _source=(str(folder), {"revision": None}),
@@ -90,12 +93,12 @@ def set_means(folder, monkeypatch, damage=None):
 
 
 @pytest.mark.parametrize("damage", ["missing", "another"])
-def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, monkeypatch):
+def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path):
     with pytest.raises(
         ValueError,
         match=f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys, is missing or not the file that",
     ):
-        set_means(tmp_path, monkeypatch, damage)
+        set_means(tmp_path, damage)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,35 @@ def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():
     assert isinstance(model, SmolLM3Model)
 
 
+class Stock:
+    def __init__(self, *, vllm_config, prefix):
+        self.chosen = dict(vllm_config.attention_config.backend_per_kind)
+
+    def modules(self):
+        raise RuntimeError(self.chosen)
+
+
+def test_only_layers_that_are_pruned_are_built_with_the_plugins_backend(monkeypatch):
+    """Those with a window with what was asked for; what drafts is built later, and asks for itself."""
+    register()
+    for name in ("check_options", "choose_cache_dtype", "has_drafter", "read_settings"):
+        monkeypatch.setattr(models, name, lambda given: None)
+    attention = SimpleNamespace(backend=None, backend_per_kind={"sliding_window": "FLASHINFER"})
+    hf_config = SimpleNamespace(num_attention_heads=4, model_type="leank_olmo3")
+    config = SimpleNamespace(
+        attention_config=attention,
+        cache_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(hf_config=hf_config, revision=None, model=""),
+        **dict.fromkeys(("lora_config", "quant_config")),
+    )
+    with pytest.raises(RuntimeError) as built:
+        type("Model", (_LeanKForCausalLM, Stock), {})(vllm_config=config)
+    (chosen,) = built.value.args
+    assert chosen == {"sliding_window": "FLASHINFER", "full_attention": AttentionBackendEnum[BACKEND]}
+    assert (attention.backend, attention.backend_per_kind) == (None, {"sliding_window": "FLASHINFER"})
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
     """And looks for its kernels itself, whatever became of that."""
@@ -182,3 +214,28 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
     )
     layers.LeanKAttention._find_kernels(layer, 5)
     assert len(events) == (2 if fails else 3) and events[-1] == 5
+
+
+def settled_by(name):
+    """What vLLM settles of a quantized model and of an engine by the name of a class."""
+    hf_config = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
+    sizes = dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(**sizes),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+    )
+    found = MODELS_CONFIG_MAP[name]
+    found.verify_and_update_model_config(SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config))
+    found.verify_and_update_config(config)
+    return hf_config, config.compilation_config, config.structured_outputs_config.reasoning_parser
+
+
+def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families():
+    register()
+    names = {ARCHITECTURES[family].causal_lm_class for family in configs.FAMILIES}
+    named = {name for name in names if name in MODELS_CONFIG_MAP}
+    assert named == {name for name in names if f"LeanK{name}" in MODELS_CONFIG_MAP} == {"GptOssForCausalLM"}
+    *ours, parser = settled_by("LeanKGptOssForCausalLM")
+    *stock, of_harmony = settled_by("GptOssForCausalLM")
+    assert ours == stock and stock[1].max_cudagraph_capture_size > 512
+    assert (parser, of_harmony) == ("", "openai_gptoss")  # which raises in chats of another `model_type`

@@ -8,6 +8,8 @@ import torch
 from leank_convert.vllm import configs, refusals
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
+FLASH = SimpleNamespace(name="FLASH_ATTN")
+
 
 def options(**changes):
     config = SimpleNamespace(
@@ -27,7 +29,8 @@ def options(**changes):
             use_ubatching=False,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        attention_config=SimpleNamespace(backend=None),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
             attention_chunk_size=None,
@@ -106,7 +109,15 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"kv_transfer_config": transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
         ({"kv_transfer_config": transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
         ({"kv_transfer_config": transfer(), "speculative_config": drafts(None)}, "with drafts of a model"),
-        ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
+        ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
+        (
+            {"attention_config__backend_per_kind": {"full_attention": FLASH}},
+            "--attention-config backend_per_kind full_attention=FLASH_ATTN: another cache; leave it out",
+        ),
+        (
+            {"structured_outputs_config__reasoning_parser": "openai_gptoss"},
+            "--reasoning-parser openai_gptoss",
+        ),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "`eagle3`"),
         ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         (
@@ -154,6 +165,7 @@ def test_what_is_supported_passes():
     check_options(options(speculative_config=drafts(rswa_window=None)))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
+    check_options(options(attention_config__backend_per_kind={"sliding_window": FLASH}))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
@@ -170,12 +182,12 @@ def test_a_checkpoint_with_scales_is_served_by_them_unless_another_dtype_is_aske
 
 
 def test_kernels_that_cannot_be_compiled_are_refused_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(refusals, "_version_of", lambda package: "0.1.12")
+    monkeypatch.setattr(refusals, "version_of", lambda package: "0.1.12")
     with pytest.raises(ValueError, match=r"tilelang 0\.1\.12 cannot compile the decode kernels: pip install"):
         check_options(options())
     check_options(options(device_config__device_type="cpu"))
     for found in ("0.1.15", "0.2.0", "0.1.16+cuda", None):
-        monkeypatch.setattr(refusals, "_version_of", lambda package, found=found: found)
+        monkeypatch.setattr(refusals, "version_of", lambda package, found=found: found)
         check_options(options())
 
 
@@ -207,8 +219,10 @@ def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
 def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(monkeypatch):
     monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKGptOssConfig")
-    quantized = own(quantization_config={"quant_method": "mxfp4"}).quantization_config
-    assert quantized == {"quant_method": "gpt_oss_mxfp4"}
+    config = own(quantization_config={"quant_method": "mxfp4"})
+    assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
+    config.quantization_config = {"quant_method": "mxfp4"}  # as vLLM does, from the file
+    assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
 
 
 def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypatch):
