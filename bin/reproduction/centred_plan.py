@@ -25,10 +25,11 @@ from bin.reproduction.plan import (
 
 _RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
-_NO_SAMPLES = "held_out_samples=0"
+NO_SAMPLES = "held_out_samples=0"
 _ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
-_HEADS = "duo-attention"
+HEADS = "duo-attention"
+GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")  # as of SmolLM2
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,9 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
     runs = {MAIN: Run((), sizes.ratios), _WIDE: Run((f"stage1.l1_weight={_WIDE_LAMBDA}",), wide_ratios)}
     for method in ("static-norm", "double-sparsity"):
         for centred in ("true", "false"):
-            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
+            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", NO_SAMPLES)
             runs[f"{method}-{centred}"] = Run(settings, (0.7,))
-    gates = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")  # as of SmolLM2
-    runs[_HEADS] = Run((f"method={_HEADS}", *gates, *sizes.gate_overrides, _NO_SAMPLES), (0.7,))
+    runs[HEADS] = Run((f"method={HEADS}", *GATES, *sizes.gate_overrides, NO_SAMPLES), (0.7,))
 
     def take(name: str, ratio: float = 0.7, run: str = MAIN, **changes: str) -> Entry:
         return Entry(name, ratio=ratio, run=run, **changes)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         *masked,
         Entry("think", "think", 0.7),
         *untrained,
-        take(_HEADS, run=_HEADS),
+        take(HEADS, run=HEADS),
         *(Entry(name, "beside") for name in ("kivi", "quest-16", "snapkv-2048")),
     ]
     alone = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bin.reproduction.centred_plan import GATES, HEADS, NO_SAMPLES
 from bin.reproduction.plan import (
     DENSE,
     MAIN,
@@ -44,6 +45,7 @@ class ValueSizes:
     num_texts: int = 6  # of each kind
     batch_tokens: int = 2**17
     overrides: tuple[str, ...] = ()
+    gate_overrides: tuple[str, ...] = ()  # of the run that trains gates of heads
 
 
 QWEN = ValueSizes("qwen2.5-coder-1.5b-instruct")
@@ -63,6 +65,7 @@ QUICK = ValueSizes(
         "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
         "data.max_length=512", "data.questions_per_context=1",
     ),
+    gate_overrides=("heads.steps=2",),
 )  # fmt: skip
 
 
@@ -79,21 +82,29 @@ def make_values_plan(sizes: ValueSizes, packaged: bool = True) -> Plan:
     cells = tuple(
         Cell(task, length) for length in sorted(sizes.lengths, reverse=True) for task in sizes.tasks
     )
-    rounds = tuple(Round(count, singles([DENSE, *main])) for count in sizes.rounds)
+    heads = Entry(HEADS, ratio=0.7, run=HEADS)
+    first, *later = sizes.rounds
+    rounds = (
+        Round(first, singles([DENSE, *main, heads])),
+        *(Round(count, singles([DENSE, *main])) for count in later),
+    )
     return Plan(
         title=f"Pruned V by {sizes.recipe}",
         recipe=sizes.recipe,
         overrides=sizes.overrides,
-        runs={MAIN: Run((), (0.7, 0.8))},
+        runs={
+            MAIN: Run((), (0.7, 0.8)),
+            HEADS: Run((f"method={HEADS}", *GATES, *sizes.gate_overrides, NO_SAMPLES), (0.7,)),
+        },
         parts=(Part("ruler", sizes.seed, cells, rounds, 0.2),),
-        tables=(Table("RULER's tasks", "ruler", by_name(main)),),
+        tables=(Table("RULER's tasks", "ruler", by_name([*main, heads])),),
         batch_tokens=sizes.batch_tokens,
         pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
         text=TextPlan(
             lengths=sizes.text_tokens,
             num_fed=sizes.num_fed,
             num_texts=sizes.num_texts,
-            rows=singles([*main, *further]),
+            rows=singles([*main, *further, heads]),
         ),
         has_basis=True,
         has_scales=True,
