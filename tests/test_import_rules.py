@@ -78,7 +78,6 @@ WITHOUT_TORCH = [
     "recipe_listing",
     "tables",
     "methods",
-    "head_layout",
     "safetensors_file",
     "text_part",
     "held_out",
