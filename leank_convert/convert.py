@@ -24,6 +24,7 @@ from leank_convert.mask import ChannelMask
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
+from leank_convert.recipe_choice import find_recipe
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
 from leank_convert.value_weights import check_foldable
@@ -133,14 +134,18 @@ def export_model(
         LeanKError: As `export_checkpoint` and `measure_cache`; if the mask prunes V already, and is to prune
             it by a ratio; if a cache of this dtype loses answers.
     """
-    export = resolve_export(ExportRequest(model, mask, user_path(out), **options))
+    flags = {} if value_pruning_ratio is None else {"value_pruning_ratio": value_pruning_ratio}
+    if flags:
+        Fields(flags, "export").number("value_pruning_ratio", 0, 1, below=True)
+    out, overrides = user_path(out), options.get("overrides", ())
+    named = find_recipe(options.get("recipe"), model, run=out, overrides=overrides, flags=flags)
+    export = resolve_export(ExportRequest(model, mask, out, **{**options, "recipe": named}))
     choice = export.choice
     wanted = export.named_mask
     value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
     if value_pruning_ratio is not None:
         _check_value_ratio(export, value_pruning_ratio)
-    overrides = options.get("overrides", ())
-    recipe = choose_recipe(options.get("recipe"), model, run=out, overrides=overrides, device=device)
+    recipe = choose_recipe(named, model, run=out, device=device)
     # Keys are measured as the checkpoint will turn them, whoever says so.
     section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
     recipe = recipe.model_copy(update={"model": section})
@@ -164,7 +169,6 @@ def export_model(
 
 def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
     """Refuse a ratio of V that a mask or a model has no use for, before anything is measured."""
-    Fields({"value_pruning_ratio": value_pruning_ratio}, "export").number("value_pruning_ratio", 0, 1)
     if export.choice.mask.value_basis is not None:
         raise LeanKError(
             f"mask `{export.choice.mask_origin}` prunes V already, "

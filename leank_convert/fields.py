@@ -37,15 +37,16 @@ class Fields:
             raise self.refused(key, f"not a whole number from {least} to {most}")
         return value
 
-    def number(self, key: str, least: float, most: float) -> float:
-        """A finite number within bounds, both included.
+    def number(self, key: str, least: float, most: float, *, below: bool = False) -> float:
+        """A finite number within bounds, both included, or `below` the upper one.
 
         Raises:
             LeanKError: If it is missing or something else.
         """
         value = self.values.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise self.refused(key, f"not a number from {least:g} to {most:g}")
+        fits = isinstance(value, int | float) and least <= value <= most and not (below and value == most)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not fits:
+            raise self.refused(key, f"not a number from {least:g} to {'below ' * below}{most:g}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:

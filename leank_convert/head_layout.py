@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from leank_convert._runtime.layout_leank import ChunkLayout
 from leank_convert.architectures import ModelFacts
 from leank_convert.windows import Windows
 
@@ -93,8 +94,9 @@ def list_value_widths(
         head_dim: D.
         value_widths: Kept directions of V in the same order; None where V is not pruned.
     """
-    whole = [[head_dim if width else 0 for width in layer] for layer in widths]
-    return [width for layer in value_widths or whole for width in layer]
+    values = [None] * len(widths) if value_widths is None else map(tuple, value_widths)
+    layers = (ChunkLayout(tuple(k), head_dim, 1, v, 1) for k, v in zip(widths, values, strict=True))
+    return [width for layer in layers for width in layer.kept_values]  # in chunks of one channel
 
 
 def count_cache_bytes(

@@ -33,7 +33,7 @@ from leank_convert.head_layout import (
 )
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, load_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
@@ -102,22 +102,26 @@ def _inspect(path: str | Path) -> dict[str, Any]:
 def _inspect_mask(path: Path) -> dict[str, Any]:
     mask = load_mask(path)
     known = mask.provenance
-    windows = None
-    if known is not None:
-        windows = {key: getattr(known, key) for key in WINDOW_SIZES}
     return {
         "kind": "mask",
         "path": str(path),
-        "model": known.model if known else None,
         "model_type": known.model_type if known else None,
         **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None, None, mask.stored_values),
         **_describe_mask_layers(known),
+        **_describe_origin(mask),
+        "windows": known and {key: getattr(known, key) for key in WINDOW_SIZES},
+        "key_mean": mask.key_mean is not None,
+    }
+
+
+def _describe_origin(mask: ChannelMask) -> dict[str, Any]:
+    known = mask.provenance
+    return {
+        "model": known.model if known else None,
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,
-        "windows": windows,
-        "key_mean": mask.key_mean is not None,
-        "provenance": mask.provenance and asdict(mask.provenance),
+        "provenance": known and asdict(known),
     }
 
 
@@ -139,19 +143,15 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "path": str(path),
-        "model": mask.provenance.model if mask.provenance else None,
         "model_type": config["model_type"],
         "format_version": leank["format_version"],
         **described,
         "kv_dtype": leank.get("kv_dtype"),
         "kv_scales": leank.get("kv_scales"),
-        "pruning_ratio_asked": leank["pruning_ratio_asked"],
-        "pruning_ratio": leank["pruning_ratio"],
-        "width_multiple": leank["width_multiple"],
+        **_describe_origin(mask),
         "windows": asdict(windows),
         "key_mean": KEY_MEAN_KEY in leank,
         "head_permutation": leank["head_permutation"],
-        "provenance": mask.provenance and asdict(mask.provenance),
     }
 
 
@@ -174,22 +174,19 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
             f"`{path / ONNX_DESCRIPTION_NAME}`: {error.message}",
             hint=f"`leank-convert verify {path}` lists everything that is wrong",
         ) from error
-    known, content = mask.provenance, description.content
+    content = description.content
     files = [(name, path / name) for name in description.files]
     return {
         "kind": "onnx",
         "path": str(path),
-        "model": content["model"]["name"],
-        "model_type": content["model"]["model_type"],
         **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
         **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
-        "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
-        "pruning_ratio": mask.pruning_ratio,
-        "width_multiple": known.width_multiple if known else None,
+        **_describe_origin(mask),
+        "model": content["model"]["name"],
+        "model_type": content["model"]["model_type"],
         "windows": {key: content[key] for key in WINDOW_SIZES},
         "head_permutation": content["head_permutation"],
         "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
-        "provenance": mask.provenance and asdict(mask.provenance),
     }
 
 
@@ -330,10 +327,8 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "pruning ratio", ratio + multiples
     yield "heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())
     if facts["value_widths"] is not None:
-        known, counts = (
-            facts["provenance"] or {},
-            Counter(w for layer in facts["value_widths"] for w in layer),
-        )
+        known = facts["provenance"] or {}
+        counts = Counter(w for layer in facts["value_widths"] for w in layer)
         asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
         measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
         ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"

@@ -106,13 +106,9 @@ class ChannelMask:
 
     def stores_alike(self, other: ChannelMask) -> bool:
         """Whether a cache stores the same by both: channels of keys less a mean, directions of V."""
-        return all(
-            own is another if own is None or another is None else own.equal(another)
-            for own, another in (
-                (getattr(mask, name) for mask in (self, other))
-                for name in ("channel_mask", "key_mean", "value_basis", "value_widths")
-            )
-        )
+        names = ("channel_mask", "key_mean", "value_basis", "value_widths")
+        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
+        return all(a is b if a is None or b is None else a.equal(b) for a, b in pairs)
 
     def holds(self, other: ChannelMask) -> bool:
         """Whether it stores as the other does, but for a mean of keys or a pruned V that the other lacks."""

@@ -87,7 +87,7 @@ class MaskProvenance:
     evaluation: _Name | None = None
     layers: Sequence[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = None
     key_mean_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
-    value_pruning_ratio_asked: Annotated[float, Field(ge=0, le=1)] | None = None
+    value_pruning_ratio_asked: Annotated[float, Field(ge=0, lt=1)] | None = None
     value_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
     value_weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
 from leank_convert.errors import LeanKError, cut, first_line
-from leank_convert.safetensors_file import SafetensorsHeader
+from leank_convert.safetensors_file import SafetensorsHeader, read_header
 
-# MAX_CHANNELS of the widest dtype, something for what lies around them, and a basis of V.
-_MAX_FILE_BYTES = 9 * MAX_CHANNELS + (1 << 30)
+# MAX_CHANNELS of the widest dtype, and something for what lies around them; and a basis of V.
+_MAX_FILE_BYTES = 9 * MAX_CHANNELS
+_MAX_BASIS_BYTES = 1 << 30
 _NUMBER_DTYPES = {
     torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -32,10 +33,11 @@ def check_file(path: Path) -> None:
         if path.exists():
             raise LeanKError(f"mask `{path}` is a {'folder' if path.is_dir() else 'device or a pipe'}")
         raise LeanKError(f"mask `{path}` does not exist")
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise LeanKError(
-            f"mask `{path}` has {path.stat().st_size} bytes; no mask has more than {_MAX_FILE_BYTES}"
-        )
+    size, most = path.stat().st_size, _MAX_FILE_BYTES
+    if size > most and path.suffix == ".safetensors" and "value_basis" in read_header(path).tensors:
+        most += _MAX_BASIS_BYTES
+    if size > most:
+        raise LeanKError(f"mask `{path}` has {size} bytes; no mask has more than {most}")
 
 
 def load_stored(header: SafetensorsHeader, name: str) -> Tensor:

@@ -80,14 +80,8 @@ def apply_mask(
     """
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
-    mask, origin = _find_mask(mask, name)
+    mask, origin = find_mask(mask, name)
     check_mask_fits(mask, facts, mask_origin=origin, model_origin=name)
-    if mask.value_basis is not None:
-        raise LeanKError(
-            f"mask `{origin}` prunes V in a basis that has to be folded into the weights, and those in "
-            "memory stay as they are",
-            hint="export it (`leank-convert export MODEL --mask MASK -o OUT`), and load or evaluate OUT",
-        )
     known = mask.provenance or MaskProvenance.for_model(name, facts, method="imported", **Windows().sizes)
     given = {key: size for key, size in sizes.items() if size is not None}
     windows = Windows(**{**{key: getattr(known, key) for key in Windows().sizes}, **given})
@@ -142,14 +136,21 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
     return stock, facts
 
 
-def _find_mask(mask: ChannelMask | str | os.PathLike[str] | None, name: str) -> tuple[ChannelMask, str]:
-    """Return a mask and what messages call it."""
-    if isinstance(mask, ChannelMask):
-        return mask, "mask"
-    path = find_packaged(name, None) if mask is None else resolve_mask(mask)
-    if path is None:
-        raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
-    return load_mask(path), str(path)
+def find_mask(mask: ChannelMask | str | os.PathLike[str] | None, name: str) -> tuple[ChannelMask, str]:
+    """Return a mask that needs no other weights, and what messages call it."""
+    origin = "mask"
+    if not isinstance(mask, ChannelMask):
+        path = find_packaged(name, None) if mask is None else resolve_mask(mask)
+        if path is None:
+            raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
+        mask, origin = load_mask(path), str(path)
+    if mask.value_basis is not None:
+        raise LeanKError(
+            f"mask `{origin}` prunes V in a basis that has to be folded into the weights, and those in "
+            "memory stay as they are",
+            hint="export it (`leank-convert export MODEL --mask MASK -o OUT`), and load or evaluate OUT",
+        )
+    return mask, origin
 
 
 def _joined(model: nn.Module) -> set[nn.Parameter]:

@@ -47,11 +47,11 @@ from .kernel_line_leank import (
     TILE,
     TILE_SIZE,
     TOKEN,
-    VALUE_ROW,
+    VALUE,
     WHOLE,
     WINDOW_PAGE,
     WINDOW_PLACE,
-    WINDOW_ROW,
+    WINDOW_VALUE,
     drops_values,
     find_pages,
     find_segments,
@@ -144,7 +144,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     fetch(
                         values[
                             pages[b, PAGE],
-                            seg[VALUE_ROW] + c,
+                            seg[VALUE] + c,
                             pages[b, PLACE] : pages[b, PLACE] + size,
                             0:f,
                         ],
@@ -155,7 +155,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                         fetch(
                             window_values[
                                 pages[b, WINDOW_PAGE],
-                                seg[WINDOW_ROW] + (c - seg[NUM_VALUES] if c else 0),
+                                seg[WINDOW_VALUE] + (c - seg[NUM_VALUES] if c else 0),
                                 pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
                                 0:f,
                             ],

@@ -27,8 +27,8 @@ LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so tha
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
-# Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
-KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW, COST, EARLIER, NUM_VALUES = range(9)
+# Places in `place`, a copy of a head's row in `ChunkLayout.head_table`: VALUE is its first kept chunk of V.
+KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE, COST, EARLIER, NUM_VALUES = range(9)
 PLACE_SIZE = 9
 
 
@@ -112,11 +112,11 @@ def store_token(
     for j in parallel(new_value.shape[0]):
         stored = _as_stored(new_value[j], value_scale, row, head, j)
         if j // value_chunk < place[NUM_VALUES]:
-            values[page, place[VALUE_ROW] + j // value_chunk, slot, j % value_chunk] = stored
+            values[page, place[VALUE] + j // value_chunk, slot, j % value_chunk] = stored
         else:
             window_values[
                 window_page,
-                place[WINDOW_ROW] + j // value_chunk - place[NUM_VALUES],
+                place[WINDOW_VALUE] + j // value_chunk - place[NUM_VALUES],
                 window_slot,
                 j % value_chunk,
             ] = stored

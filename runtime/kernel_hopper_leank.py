@@ -54,11 +54,11 @@ from .kernel_line_leank import (
     TILE,
     TILE_SIZE,
     TOKEN,
-    VALUE_ROW,
+    VALUE,
     WHOLE,
     WINDOW_PAGE,
     WINDOW_PLACE,
-    WINDOW_ROW,
+    WINDOW_VALUE,
     drops_values,
     find_pages,
     find_segments,
@@ -292,7 +292,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                                     T.tma_copy(
                                         values[
                                             pages[b, PAGE],
-                                            seg[VALUE_ROW] + c,
+                                            seg[VALUE] + c,
                                             pages[b, PLACE] : pages[b, PLACE] + size,
                                             start:stop,
                                         ],
@@ -304,7 +304,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                                         T.tma_copy(
                                             window_values[
                                                 pages[b, WINDOW_PAGE],
-                                                seg[WINDOW_ROW] + (c - seg[NUM_VALUES] if c else 0),
+                                                seg[WINDOW_VALUE] + (c - seg[NUM_VALUES] if c else 0),
                                                 pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
                                                 start:stop,
                                             ],

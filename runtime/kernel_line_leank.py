@@ -33,7 +33,7 @@ TILE = 64  # tokens of a tile: the M of one wgmma
 
 # Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of;
 # NUM_VALUES, the head's kept chunks of V, is there where V comes in chunks.
-(ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW,
+(ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE,
  BEGIN, END, LENGTH, HIDDEN_TILES, NUM_VALUES) = range(16)  # fmt: skip
 SEG_SIZE = 16
 
@@ -130,10 +130,10 @@ def locate_segment(
     seg[HEAD] = pair % num_heads
     seg[KEPT] = table[seg[HEAD], 0]
     seg[NUM_KEPT] = table[seg[HEAD], 1]
-    seg[VALUE_ROW] = table[seg[HEAD], 2]
+    seg[VALUE] = table[seg[HEAD], 2]
     seg[DROPPED] = table[seg[HEAD], 3]
     seg[NUM_DROPPED] = table[seg[HEAD], 4]
-    seg[WINDOW_ROW] = table[seg[HEAD], 5]
+    seg[WINDOW_VALUE] = table[seg[HEAD], 5]
     if num_values > 1:
         seg[NUM_VALUES] = table[seg[HEAD], KEPT_VALUES]
     head_begin(begin, seg[ROW], seg[HEAD], num_heads, table, plan)

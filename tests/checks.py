@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -9,6 +10,8 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
 from leank_convert.cli import main
 from leank_convert.digests import write_digests
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.value_weights import digest_values
@@ -34,11 +37,25 @@ def rejected(*arguments):
     return result.stderr
 
 
+def refused(read, path, message):
+    """Read a file that has to be refused in one sentence."""
+    with pytest.raises(LeanKError) as caught:
+        read(path)
+    told = caught.value.message
+    assert message in told and str(path) in told and len(told) < 600 and "\n" not in told
+
+
 def failed(folder, source=None):
     """What `verify` finds wrong with a checkpoint, by the names of its checks."""
     report = verify_checkpoint(folder, source)
     assert report.ok == all(check.ok for check in report.checks)
     return {check.name: check.detail for check in report.checks if not check.ok}
+
+
+def export_both(source, plain, fitting_mask, folder):
+    """Checkpoints of a quantized model and of one of the weights that it stands for, by one mask."""
+    mask = fitting_mask(plain)
+    return [export_checkpoint(each, mask, folder / f"{each.name}-out") for each in (source, plain)]
 
 
 def bless(out):

@@ -38,7 +38,7 @@ _VALUES = click.option(
     "--values",
     type=FiniteRange(0, 1),
     metavar="PART",
-    help="Of V that heads keep of pruned tokens, in halves of a head, such as 0.5. Default: all.",
+    help="Of V that heads keep of pruned tokens, such as 0.5. Default: what the mask says, else all.",
 )
 _COUNT = click.IntRange(1, MAX_COUNT)
 _GIGABYTES = FiniteRange(0, 1e6, min_open=True)

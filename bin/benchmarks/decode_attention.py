@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from leank_convert._runtime.tools import fill_layer
 from leank_convert.errors import LeanKError
+from leank_convert.head_layout import list_value_widths
 from leank_convert.windows import Windows
 
 Attend = Callable[[], Tensor]
@@ -166,7 +167,7 @@ def count_attention_bytes(
     whole = tokens - pruned
     kept = sum(-(-width // chunk_size) for width in widths) * chunk_size
     dropped = sum(-(-(head_dim - width) // chunk_size) for width in widths) * chunk_size
-    kept_values = sum(value_widths or (head_dim if width else 0 for width in widths))
+    kept_values = sum(list_value_widths([widths], head_dim, None if value_widths is None else [value_widths]))
     return {
         "kept_keys": tokens * kept * element_bytes,
         "kept_values": tokens * kept_values * element_bytes,

@@ -116,9 +116,8 @@ class _Bench:
         """Measure all peers, all layers, and all peers again; a peer's figure is its faster one."""
         facts = self.setup.geometry.facts
         query = self._random(batch_size, facts.num_attention_heads, num_new, facts.head_dim)
-        keys, values = (
-            self._random(batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim) for _ in "kv"
-        )
+        shape = batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim
+        keys, values = self._random(*shape), self._random(*shape)
         states = query, keys, values
         dense_bytes = keys.nbytes + values.nbytes
         every = torch.ones(keys.shape[1], facts.head_dim, dtype=torch.bool, device=query.device)
@@ -229,10 +228,8 @@ class _Bench:
         ok, num_bytes = all(layer["check"]["ok"] for layer in layers), fmean(each["bytes"] for each in layers)
         if not ok:
             return {"ok": ok, "milliseconds": None, "bytes": num_bytes}
-        mean, beyond = (
-            fmean(each["milliseconds"] for each in layers),
-            all(each["beyond_l2"] for each in layers),
-        )
+        mean = fmean(each["milliseconds"] for each in layers)
+        beyond = all(each["beyond_l2"] for each in layers)
         found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "beyond_l2": beyond}
         return {**found, **self._speed(num_bytes, mean)}
 

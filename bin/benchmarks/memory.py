@@ -76,9 +76,8 @@ def count_allocated(
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
     dense = memory.dense_keys + memory.dense_values
-    ideal = count_cache_bytes(
-        setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.kv_dtype
-    )
+    mask, head_dim = setup.mask, setup.geometry.facts.head_dim
+    ideal = count_cache_bytes(mask.widths, head_dim, model.dtype.itemsize, setup.kv_dtype, mask.stored_values)
     release_memory(model.device)
     whole = memory.total.allocated / dense
     report.line(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +21,15 @@ from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.rounded_cache import rounded_cache
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.checkpoint_io import CONFIG_NAME
+from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
 from leank_convert.kv_scales import describe_cache
 from leank_convert.mask import ChannelMask, load_mask, resolve_mask
 from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows
@@ -50,7 +52,6 @@ class Setup:
     """What is measured, and where: a mask in the original head order, its origin, and a shape that it fits.
 
     `dtype` is that of weights, keys and values, `kv_dtype` that of our caches where it is another one.
-    `values` is the part of V that heads which see pruned tokens keep of these, None for all.
     """
 
     geometry: Geometry
@@ -60,7 +61,6 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: str | None = None
-    values: float | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -85,27 +85,20 @@ class Setup:
     @property
     def channel_masks(self) -> list[Tensor]:
         """Kept channels of every layer `[H_kv, D]`, heads in the checkpoint's order."""
-        return [
-            self.mask.channel_mask[layer][list(permutation)]
-            for layer, permutation in enumerate(self.layout.head_permutation)
-        ]
+        return [*in_checkpoint_order(self.mask.channel_mask, self.layout.head_permutation)]
 
     @property
     def value_widths(self) -> Sequence[list[int] | None]:
-        """Kept channels of V of every layer's heads, none, half or all, in checkpoint order; None for all."""
-        if self.values is None:
-            return [None] * len(self.layout.widths)
-        half, kept = self.geometry.facts.head_dim // 2, []
-        for widths in self.layout.widths:
-            wanted = itertools.accumulate(2 * self.values * bool(width) for width in widths)
-            ends = [0, *(int(halves + 1e-6) for halves in wanted)]
-            kept.append([half * (end - start) for start, end in itertools.pairwise(ends)])
-        return kept
+        """Kept channels of V of every layer's heads in the checkpoint's order; None where V is whole."""
+        widths, layout = self.mask.value_widths, self.layout
+        if widths is None:
+            return [None] * len(layout.widths)
+        return [layer.tolist() for layer in in_checkpoint_order(widths, layout.head_permutation)]
 
     def keeping_all(self) -> Setup:
         """The same with a mask that keeps all channels."""
         mask = ChannelMask(torch.ones_like(self.mask.channel_mask))
-        return replace(self, mask=mask, origin="all channels", values=None)
+        return replace(self, mask=mask, origin="all channels")
 
     def in_own_dtype(self) -> Setup:
         """The same with our caches in the dtype of weights."""
@@ -115,10 +108,10 @@ class Setup:
         """JSON-ready facts."""
         keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
         shape = {key: getattr(self.geometry.facts, key) for key in keys}
-        mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
+        ratios = {name: getattr(self.mask, name) for name in ("pruning_ratio", "value_pruning_ratio")}
+        mask = {"mask": self.origin, **ratios} if masked else {}
         stored = {"kv_dtype": self.kv_dtype} if self.kv_dtype else {}
-        values = {} if self.values is None else {"values": self.values}
-        return {"geometry": self.geometry.name, **shape, **mask, **self.windows.sizes, **stored, **values}
+        return {"geometry": self.geometry.name, **shape, **mask, **self.windows.sizes, **stored}
 
 
 def choose_setup(
@@ -132,7 +125,8 @@ def choose_setup(
     """Put together what to measure.
 
     The mask is a file, a folder that holds one, or a hub id; None for a synthetic one. The geometry is a key
-    of `GEOMETRIES`; None for the one that the mask fits.
+    of `GEOMETRIES`; None for the one that the mask fits. `values` is the part of V that heads which see
+    pruned tokens keep of these; None for what the mask says.
 
     Raises:
         LeanKError: If they do not go together.
@@ -143,9 +137,22 @@ def choose_setup(
     else:
         made = load_mask(resolve_mask(mask))
         shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
+    if values is not None:
+        made = _prune_values(made, values, origin)
     known: Any = made.provenance or shape.windows  # those that the mask was learned with
     sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
-    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype, values)
+    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype)
+
+
+def _prune_values(mask: ChannelMask, part: float, origin: str) -> ChannelMask:
+    """Let heads keep this part of V as nearly as their multiples allow, in the basis that random V has."""
+    if mask.value_widths is not None:
+        raise LeanKError(f"mask `{origin}` prunes V already: leave out `--values`")
+    head_dim, sees = mask.channel_mask.shape[-1], mask.channel_mask.any(-1)
+    multiple = choose_value_multiple(head_dim)
+    ends = multiple * (part * head_dim / multiple * sees.cumsum(1) + 1e-6).int()
+    basis = torch.eye(head_dim).expand(*mask.channel_mask.shape, head_dim)
+    return replace(mask, value_basis=basis, value_widths=ends.diff(prepend=ends.new_zeros(len(ends), 1)))
 
 
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
@@ -205,8 +212,6 @@ def _leank_config(setup: Setup) -> dict[str, Any]:
     )
     cache = describe_cache(setup.kv_dtype, None)
     leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {}, cache)
-    if setup.values is not None:
-        leank = {**leank, "value_widths": setup.value_widths}
     return build_config({**setup.geometry.config, "dtype": setup.dtype_name}, facts.architecture, leank, {})
 
 

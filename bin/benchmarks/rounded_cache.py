@@ -33,11 +33,9 @@ class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         is_prompt = not self.is_initialized
         if is_prompt:
             self.mean = key_states.mean(2, dtype=torch.float32)[:, :, None]
-            largest_key, largest_value = (
-                states.abs().amax(2) for states in (key_states - self.mean, value_states)
-            )
+            largest_key = (key_states - self.mean).abs().amax(2)
             pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
-            self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value)
+            self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(value_states.abs().amax(2))
         key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
         centred = (key_states - self.mean).to(key_states.dtype)
         stored = round_to_fp8(centred, key_scale), round_to_fp8(value_states, value_scale)

@@ -144,7 +144,7 @@ def check_choices(
 ) -> dict[str, Any]:
     """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found.
 
-    An export that measures something does so on the recipe's data.
+    An export that measures something does so on the recipe's data, and finds it by what it measures.
     """
     check_text_model(model, no_text_model)
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
@@ -156,8 +156,8 @@ def check_choices(
         if key.split(".")[0] not in read:
             known = ", ".join(f"`{name}`" for name in read)
             raise click.UsageError(f"--set {key} has no effect: this export reads {known} alone")
-    recipe = None
-    if recipe_name or overrides:
+    recipe: Any = recipe_name
+    if (recipe_name or overrides) and not measures:
         from leank_convert.recipe_choice import require_recipe
 
         recipe = require_recipe(recipe_name, model, run=out, overrides=overrides)  # before torch is imported

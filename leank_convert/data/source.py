@@ -111,7 +111,7 @@ class SampleSource:
         return torch.tensor(encoded["input_ids"])
 
     def check(self) -> None:
-        """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
+        """Draw every task at the shortest length, and text, so that what cannot be drawn is refused at once.
 
         Raises:
             LeanKError: As `draw`; names the length that leaves room. Also for a chat template that cuts long
@@ -127,6 +127,8 @@ class SampleSource:
                     worst = error if worst is None or error.excess > worst.excess else worst
         if worst is not None:
             raise worst
+        if self.data.haystack.source is not None:
+            self.draw_text(0)  # no task may read it
         render_prompts(self.tokenizer, ["word " * min(self.data.max_length, _MAX_LONG_WORDS)])
 
     def fingerprint(self) -> str:

@@ -30,7 +30,7 @@ from leank_convert.families import Architecture
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import read_block
-from leank_convert.prune import apply_mask
+from leank_convert.prune import apply_mask, find_mask
 from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -95,6 +95,7 @@ def _load_pruned(model: Path, mask: str | Path, device: torch.device) -> Evaluat
             hint="leave the mask out, or name the original model",
         )
     facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+    find_mask(mask, str(model))  # refused before weights are loaded
     tokenizer = load_tokenizer(folder, model)
     loaded = load_model(folder, device, trust_remote_code=False)
     dense = _as_stock(loaded, facts.architecture)

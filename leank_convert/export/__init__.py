@@ -152,25 +152,10 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    request = ExportRequest(
-        model,
-        mask,
-        user_path(out),
-        pruning_ratio=pruning_ratio,
-        recipe=recipe,
-        overrides=overrides,
-        all_channels=all_channels,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        flush_size=flush_size,
-        prune=prune,
-        config_overrides=config_overrides,
-        base_model=base_model,
-        overwrite=overwrite,
-        mask_origin=mask_origin,
-    )
-    export = resolve_export(request)
-    return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
+    asked = locals()  # the attributes of a request are these parameters, but for what it is stored by
+    stored = {name: asked.pop(name) for name in ("kv_dtype", "kv_scales", "try_cache")}
+    request = ExportRequest(**{**asked, "out": user_path(out)})
+    return write_export(resolve_export(request), **stored)
 
 
 def write_export(

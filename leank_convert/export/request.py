@@ -194,7 +194,7 @@ def choose(request: ExportRequest) -> Choice:
     asked.flag("all_channels")
     model, mask, ratio = request.model, request.mask, request.pruning_ratio
     if ratio is not None:
-        asked.number("pruning_ratio", 0, 1)
+        asked.number("pruning_ratio", 0, 1, below=True)
     if request.all_channels and mask is not None:
         raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
     if ratio is not None and (request.all_channels or isinstance(mask, ChannelMask)):

@@ -14,6 +14,7 @@ from leank_convert.device import choose_device
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
+from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.key_mean import KeyStatistics, measure_keys
 from leank_convert.train.model import load_model, open_model
@@ -103,9 +104,10 @@ def measure_cache(
     chosen = choose_recipe(recipe, model, run=out, device=device)
     files = open_model(model, chosen.model)
     check_layers(files.facts, files.name)
+    tokenizer = load_tokenizer(files.checkpoint.folder, files.name)
+    samples = SampleSource(tokenizer, chosen.data, chosen.seed)
+    samples.check()  # before weights are loaded
     loaded = load_model(files, chosen, choose_device(device))
-    samples = SampleSource(loaded.tokenizer, chosen.data, chosen.seed)
-    samples.check()
     offload = chosen.offload_context
     values = None
     if value_windows is not None:

@@ -17,6 +17,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
+from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.attention import Student
@@ -27,6 +28,8 @@ from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
+from leank_convert.train.value_basis import NUM_CONTEXTS
+from leank_convert.value_weights import check_foldable
 from leank_convert.windows import Windows
 
 # A context that takes less is timed several times.
@@ -70,6 +73,9 @@ class Forecast:
         own_contexts = schedule.num_steps * -(-recipe.batch_size // self.processes)
         own_contexts += schedule.num_comparisons * -(-recipe.stage2.validation_contexts // self.processes)
         pace = self.seconds_per_context
+        part = heads * facts.head_dim * BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+        values = round((1 - recipe.value_pruning_ratio) * part)
+        value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
             "model": self.model,
             "phases": [
@@ -87,9 +93,14 @@ class Forecast:
             "gates": heads if "gates" in recipe.trains else 0,
             "device": self.device,
             "memory": dict(self.memory),
+            "bytes_per_token": {
+                str(ratio): vars(BytesPerToken(part, part, round((1 - ratio) * part), values, part, part))
+                for ratio in recipe.pruning_ratios
+            },
             "seconds_per_context": pace,
             "why_unmeasured": self.why_unmeasured,
             "seconds": None if pace is None else own_contexts * pace,
+            "value_seconds": None if pace is None else value_contexts * pace,
         }
 
     def render(self) -> str:
@@ -114,6 +125,11 @@ class Forecast:
         asked = f"{data.questions_per_context} a context, {found['questions']:,} in all"
         yield "questions", f"{asked}; tasks in turn: {', '.join(data.tasks)}"
         yield "tokens", f"{found['tokens_per_step']:,.0f} a step on average, {found['tokens']:,.0f} in all"
+        for ratio, sizes in found["bytes_per_token"].items():
+            cache = BytesPerToken(**sizes)
+            kept = f"K {decimal(cache.key_pruned)} + V {decimal(cache.value_pruned)}"
+            asked = f"less {ratio} of K and {self.recipe.value_pruning_ratio:g} of V"
+            yield "cache", f"a pruned token {asked}: {kept}, at least {cache.saved:.1%} saved"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
         size = {name: decimal(count) for name, count in self.memory.items() if count is not None}
         yield (
@@ -133,6 +149,8 @@ class Forecast:
             shared = "" if self.processes == 1 else f" with {self.processes} processes"
             pace = f"{self.seconds_per_context:.2f} s a context of {self.tokens:,.0f} tokens"
             yield "time", f"{_render_seconds(found['seconds'])}{shared}, at {pace}, as measured here"
+        if found["value_seconds"]:
+            yield "", f"then about {_render_seconds(found['value_seconds'])} to measure the basis of V"
 
     def _remedy(self) -> str:
         """What to change first."""
@@ -160,6 +178,8 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         )
     files = find_model(model, recipe)
     check_layers(files.facts, files.name)
+    if recipe.value_pruning_ratio:
+        check_foldable(files.checkpoint, files.facts)
     memory = count_bytes(files, recipe, chosen)
     found = Forecast(
         model=files.name,

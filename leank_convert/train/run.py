@@ -406,14 +406,11 @@ def build_mask(
     values: ValueBasis | None = None,
 ) -> ChannelMask:
     """The mask of one of a recipe's ratios, with where it comes from."""
-    windows = recipe.windows
     provenance = MaskProvenance.for_model(
         model_name(files.name),
         files.facts,
         method=recipe.method,
-        sink_size=windows.sink_size,
-        recent_size=windows.recent_size,
-        flush_size=windows.flush_size,
+        **recipe.windows.model_dump(),
         pruning_ratio_asked=pruning_ratio,
         width_multiple=recipe.width_unit(files.facts.head_dim),
         recipe=hide_local_paths(recipe.text, recipe.paths),

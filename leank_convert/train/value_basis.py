@@ -28,8 +28,8 @@ from leank_convert.train.split_attention import Pair, StoredContext
 from leank_convert.value_weights import digest_values
 from leank_convert.windows import Windows
 
-# Of tasks and of text by turns: a basis of tasks alone costs two to five times as much on text.
-_NUM_CONTEXTS = 8
+# Of tasks and of text by turns: a basis of one kind alone costs two to five times as much on others.
+NUM_CONTEXTS = 8
 _NUM_QUERIES = 512
 _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
 
@@ -111,16 +111,16 @@ def measure_values(
     weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
     moments = _Moments(loaded.facts.mask_shape, windows)
     num_tokens, failure = 0, None
-    with progress_bar(progress and ranks.is_first, "measuring values", _NUM_CONTEXTS) as advance:
-        for start in range(0, _NUM_CONTEXTS, ranks.num_ranks):
+    with progress_bar(progress and ranks.is_first, "measuring values", NUM_CONTEXTS) as advance:
+        for start in range(0, NUM_CONTEXTS, ranks.num_ranks):
             try:
-                if failure is None and start + ranks.rank < _NUM_CONTEXTS:
+                if failure is None and start + ranks.rank < NUM_CONTEXTS:
                     input_ids = _draw(samples, start + ranks.rank)
                     moments.add(loaded, input_ids, offload)
                     num_tokens += len(input_ids)
             except LeanKError as error:
                 failure = error
-            advance(min(ranks.num_ranks, _NUM_CONTEXTS - start))
+            advance(min(ranks.num_ranks, NUM_CONTEXTS - start))
     ranks.check(failure)
     total = ranks.combine(moments.sums)
     if not total.any():

@@ -16,9 +16,10 @@ from leank_convert.files import read_json, sha256_of
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
+from leank_convert.methods import measured_cache
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.report.mask_report import write_report
-from tests.checks import bless, facts_of, failed, prune_values, rejected
+from tests.checks import bless, facts_of, failed, prune_values, refused, rejected
 
 SHAPE = 3, 4, 12
 
@@ -47,7 +48,7 @@ def changed(tensor, place, value):
     return tensor
 
 
-def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask, tmp_path):
+def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask, tmp_path, monkeypatch):
     for name in ("a", "b"):
         save_mask(mask, tmp_path / f"{name}.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
@@ -63,40 +64,33 @@ def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask, tmp_path):
     assert (known.value_weights, known.value_tokens, known.value_pruning_ratio_asked) == (None,) * 3
     heads_without = (~plain.channel_mask.any(-1)).float().mean().item()
     assert plain.value_pruning_ratio == pytest.approx(heads_without)
+    monkeypatch.setattr("leank_convert.mask_tensor._MAX_FILE_BYTES", 0)  # but what a basis takes
+    refused(load_mask, tmp_path / "plain.safetensors", "no mask has more than 0")
+    assert load_mask(tmp_path / "a.safetensors").stores_alike(mask)
 
 
 def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
     path = tmp_path / "m.safetensors"
     basis, widths = mask.value_basis, mask.value_widths
-    layer, head = (~mask.channel_mask.any(-1)).nonzero()[0].tolist()
-    seen_layer, seen = mask.channel_mask.any(-1).nonzero()[0].tolist()
+    sees, multiples = mask.channel_mask.any(-1), "not a multiple of 3 from 0 to 12"
+    seeing, blind = (tuple(heads.nonzero()[0].tolist()) for heads in (sees, ~sees))
     cases = [
         ({"value_basis": None}, "`value_basis` is missing: V is pruned by"),
         ({"value_widths": None}, "`value_widths` is missing: V is pruned by"),
-        (
-            {"value_basis": basis.half()},
-            "`value_basis` is float16 [3, 4, 12, 12], not float32 [3, 4",
-        ),
+        ({"value_basis": basis.half()}, "`value_basis` is float16 [3, 4, 12, 12], not float32 [3, 4"),
         ({"value_basis": basis[..., :6].contiguous()}, "`value_basis` is float32 [3, 4, 12, 6], not"),
         ({"value_basis": changed(basis, (1, 2, 3, 4), torch.nan)}, "`value_basis[1][2]` is not orthonormal"),
         ({"value_basis": basis * 1.001}, "`value_basis[0][0]` is not orthonormal: its columns' products are"),
         ({"value_widths": widths.long()}, "`value_widths` is int64 [3, 4], not int32 [3, 4]"),
         ({"value_widths": widths[:, :2].contiguous()}, "`value_widths` is int32 [3, 2], not int32 [3, 4]"),
-        *(
-            (
-                {"value_widths": changed(widths, (seen_layer, seen), wrong)},
-                f"`value_widths[{seen_layer}][{seen}]` is {wrong}, not a multiple of 3 from 0 to 12",
-            )
-            for wrong in (-3, 2, 15)
-        ),
-        (
-            {"value_widths": changed(widths, (layer, head), 3)},
-            f"`value_widths[{layer}][{head}]` is 3, and that head keeps no channel of K",
-        ),
         ({"metadata": {"value_weights": None}}, "and no `value_weights` in its provenance"),
         ({"metadata": {"value_weights": "x"}}, "header metadata `value_weights` is 'x'"),
         ({"value_basis": None, "value_widths": None}, "and its header metadata says by `value_weights` that"),
     ]
+    wrong = [(seeing, width, multiples) for width in (-3, 2, 15)]
+    for place, width, why in (*wrong, (blind, 3, "and that head keeps no channel of K")):
+        told = "`value_widths[{}][{}]` is {}, {}".format(*place, width, why)
+        cases.append(({"value_widths": changed(widths, place, width)}, told))
     for case, message in cases:
         save_mask(mask, path)
         rewrite(path, **case)
@@ -158,16 +152,8 @@ def test_it_is_told_by_inspect_card_and_report(source, mask, tmp_path):
 def test_an_export_measures_it_for_a_mask_that_has_none(retriever_folder, short_recipe, tmp_path, kv_dtype):
     channels = ChannelMask(torch.arange(16).expand(2, 2, 16) % 3 > 0)
     options = {"recipe": short_recipe(), "sink_size": 4, "recent_size": 16, "flush_size": 4}
-    out = export_model(
-        retriever_folder,
-        channels,
-        tmp_path / "out",
-        kv_dtype=kv_dtype,
-        key_mean=False,
-        value_pruning_ratio=0.5,
-        force=True,
-        **options,
-    )
+    asked = {"kv_dtype": kv_dtype, "key_mean": False, "value_pruning_ratio": 0.5, "force": True}
+    out = export_model(retriever_folder, channels, tmp_path / "out", **asked, **options)
     assert failed(out, retriever_folder) == {}
     found = load_mask(out / MASK_FILE_NAME)
     known = found.provenance
@@ -183,6 +169,23 @@ def test_an_export_measures_it_for_a_mask_that_has_none(retriever_folder, short_
         return
     with pytest.raises(LeanKError, match=r"prunes V already, 50\.0% of it, and a ratio of 0\.3 is asked for"):
         export_model(retriever_folder, found, tmp_path / "two", value_pruning_ratio=0.3, **options)
+    with pytest.raises(LeanKError, match="`value_pruning_ratio` is 1, not a number from 0 to below 1"):
+        export_model(retriever_folder, channels, tmp_path / "two", value_pruning_ratio=1, **options)
     ratio = ("--value-pruning-ratio", 1)
     said = rejected("export", retriever_folder, "--mask", out, "-o", tmp_path / "two", *ratio)
     assert "`--value-pruning-ratio`: 1.0 is not in the range" in said
+
+
+def test_text_that_cannot_be_read_is_refused_before_weights_are_loaded(
+    retriever_folder, short_recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(measured_cache, "load_model", lambda *_: pytest.fail("loaded"))
+    text, recipe = tmp_path / "text.txt", tmp_path / "recipe.yaml"
+    text.write_text(" ")
+    recipe.write_text(short_recipe().to_yaml())
+    save_mask(ChannelMask(torch.ones(2, 2, 16).bool()), tmp_path / "m.safetensors")
+    files = retriever_folder, "--mask", tmp_path / "m.safetensors", "-o", tmp_path / "out"
+    named = "--recipe", recipe, "--set", f"data.haystack.source={text}"
+    assert "has running text; remove it" in rejected("export", *files, *named, "--key-mean")
+    said = rejected("export", *files, *named, "--value-pruning-ratio", 0.5)
+    assert f"haystack `{text}` holds no text" in said

@@ -22,7 +22,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
-from tests.tiny_families import OPTIONS
+from tests import tiny_families
 
 # Tokens of the prompts, and of every answer.
 LENGTHS, NEW = (30, 170, 500, 40, 901, 12), 60
@@ -39,12 +39,7 @@ SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
 
 def random_mask(widths: Sequence[Sequence[int]], head_dim: int) -> ChannelMask:
     """Keep so many channels of each head, drawn at random."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
-    for layer, row in enumerate(widths):
-        for head, width in enumerate(row):
-            mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
-    return ChannelMask(mask)
+    return ChannelMask(tiny_families.random_mask(widths, head_dim))
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +71,7 @@ def random_checkpoint(
             "tie_word_embeddings": model_type in ("qwen2", "smollm3"),
             "pad_token_id": 0,
         }
-        own = {**OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
+        own = {**tiny_families.OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
         if "layer_types" in own:  # more layers of the other kind than pruned ones, so more than one group
             own["layer_types"] = [*[*family.other_layers, "full_attention"] * 3, *family.other_layers]
             own.update({key: 128 for key in own if key == "sliding_window"}, num_hidden_layers=7)

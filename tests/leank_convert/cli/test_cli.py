@@ -23,12 +23,15 @@ def exported(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([command, "--help"] for command in sorted(main.commands))]
-)
-def test_help_imports_no_heavy_library(arguments):
+HELPS = [["--help"], *([command, "--help"] for command in sorted(main.commands))]
+OWN = "leank_convert.cli import main"
+MEASURING = "bin.benchmarks.__main__ import benchmark as main", ["kernel", "--help"]
+
+
+@pytest.mark.parametrize(("command", "arguments"), [*((OWN, arguments) for arguments in HELPS), MEASURING])
+def test_help_imports_no_heavy_library(command, arguments):
     code = (
-        "import sys; from leank_convert.cli import main\n"
+        f"import sys; from {command}\n"
         f"try: main({arguments!r})\n"
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"

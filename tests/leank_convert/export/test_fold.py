@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate import loading
 from leank_convert.export import export_checkpoint
 from leank_convert.export.adapter import convert_adapter
 from leank_convert.families import ARCHITECTURES
@@ -115,7 +116,7 @@ def test_a_basis_belongs_to_the_weights_that_it_was_measured_on(folder_of, tmp_p
     assert "has a basis of V for other weights" in failed(out, other)["source: tensors"]
 
 
-def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path):
+def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path, monkeypatch):
     source = folder_of("llama")
     mask, model = pruned_mask(source), source / "model.safetensors"
     with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
@@ -123,11 +124,13 @@ def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path):
     checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
     with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
         export_onnx(checkpoint, None, tmp_path / "onnx")
-    with (
-        pytest.raises(LeanKError, match="prunes V in a basis that has to be folded into the weights"),
-        prune_model(stock_model("llama", source), mask),
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    for prune in (
+        lambda: prune_model(stock_model("llama", source), mask).__enter__(),
+        lambda: loading.load_evaluated(source, torch.device("cpu"), mask=checkpoint),
     ):
-        pass
+        with pytest.raises(LeanKError, match="prunes V in a basis that has to be folded into the weights"):
+            prune()
     tensors = load_file(model)
     name = "model.layers.1.self_attn.v_proj.weight"
     scale = tensors[name].abs().amax(1, keepdim=True) / 448

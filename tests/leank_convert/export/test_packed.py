@@ -14,7 +14,7 @@ from leank_convert.kv_scales import KVScales
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
-from tests.checks import failed
+from tests.checks import export_both, failed
 from tests.packed_weights import FORMATS, GROUP
 
 WEIGHTS = "model.safetensors"
@@ -60,10 +60,7 @@ def parts_of(module, tensors):
 def test_what_is_written_stands_for_the_permuted_weights(name, packed, fitting_mask, tmp_path):
     by_activation = name.endswith("in the order of activations")
     layout, source, plain = packed(name, **HALF_HEADS if by_activation else {})
-    mask = fitting_mask(plain)
-    out, expected = (
-        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
-    )
+    out, expected = export_both(source, plain, fitting_mask, tmp_path)
     assert failed(out, source) == {}
     assert read_json(out / "config.json")["quantization_config"] == layout.config
     written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
@@ -92,15 +89,10 @@ def test_scales_of_an_fp8_cache_lie_beside_packed_weights(packed, fitting_mask, 
 
 def test_transformers_reads_what_is_written(packed, fitting_mask, tmp_path):
     _, source, plain = packed(LIBRARY)
-    mask = fitting_mask(plain)
-    prompt = torch.arange(4, 44)[None]
+    prompt, options = torch.arange(4, 44)[None], {"trust_remote_code": True, "dtype": torch.float32}
     found, expected = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out"),
-            trust_remote_code=True,
-            dtype=torch.float32,
-        )(prompt).logits
-        for folder in (source, plain)
+        transformers.AutoModelForCausalLM.from_pretrained(out, **options)(prompt).logits
+        for out in export_both(source, plain, fitting_mask, tmp_path)
     )
     assert found.equal(expected)
 

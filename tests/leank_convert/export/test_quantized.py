@@ -18,7 +18,7 @@ from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
-from tests.checks import failed
+from tests.checks import export_both, failed
 
 WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
@@ -129,10 +129,7 @@ def test_what_is_written_stands_for_the_permuted_weights(
     scheme, quantized, fitting_mask, tmp_path, edit_tensors
 ):
     source, plain = quantized(scheme)
-    mask = fitting_mask(plain)
-    out, expected = (
-        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
-    )
+    out, expected = export_both(source, plain, fitting_mask, tmp_path)
     assert failed(out, source) == {}
     assert read_json(out / "config.json")["quantization_config"] == scheme.config
     assert read_json(out / "config.json")["leank"]["head_permutation"][1] != [0, 1, 2, 3]
@@ -153,10 +150,7 @@ def test_what_is_written_stands_for_the_permuted_weights(
 
 def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_mask, tmp_path):
     source, plain = quantized(ROWS, "phi3", pad_token_id=0)
-    mask = fitting_mask(plain)
-    out, expected = (
-        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
-    )
+    out, expected = export_both(source, plain, fitting_mask, tmp_path)
     assert failed(out, source) == {}
     name = f"{ATTENTION}.qkv_proj.weight"
     written = load_file(out / WEIGHTS)
@@ -166,17 +160,12 @@ def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_m
 @pytest.mark.parametrize("scheme", [BLOCKS, STATIC], ids=["blocks", "one scale"])
 def test_transformers_reads_the_permuted_weights(scheme, quantized, fitting_mask, tmp_path, edit_json):
     source, plain = quantized(scheme)
-    edit_json(
-        source / "config.json", quantization_config={**scheme.config, "dequantize": True}
-    )  # wants no GPU
-    mask = fitting_mask(plain)
+    wants_no_gpu = {**scheme.config, "dequantize": True}
+    edit_json(source / "config.json", quantization_config=wants_no_gpu)
+    options = {"trust_remote_code": True, "dtype": torch.float32}
     found, expected = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out"),
-            trust_remote_code=True,
-            dtype=torch.float32,
-        )
-        for folder in (source, plain)
+        transformers.AutoModelForCausalLM.from_pretrained(out, **options)
+        for out in export_both(source, plain, fitting_mask, tmp_path)
     )
     assert type(found).__name__ == "LeanKLlamaForCausalLM"
     tensors = found.state_dict()

@@ -21,12 +21,7 @@ def forecast_llama():
     """The paper's recipe on one GPU of so many bytes, with changes."""
 
     def build(*overrides, capacity=80 * GB, **changes):
-        values = {
-            "processes": 1,
-            "device": "Some GPU",
-            "tokens": 57344,
-            "why_unmeasured": "not asked for",
-        }
+        values = {"processes": 1, "device": "Some GPU", "tokens": 57344, "why_unmeasured": "not asked for"}
         memory = {"weights": 16_060_522_496, "context": 2 * 32 * 8 * 128 * 2 * 98304, "working": 2 * GB}
         memory |= {"total": sum(memory.values()), "capacity": capacity}
         values["memory"] = memory | {"fits": capacity and memory["total"] <= capacity}
@@ -53,6 +48,11 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     text = " ".join(found.render().split())
     assert "2,400: 2,000 of stage 1, 200 of stage 2 at 50%, 200 of stage 2 at 62.5%" in text
     assert "2 h 00 min with 2 processes, at 1.50 s a context of 57,792 tokens" in text
+    values = forecast_llama("pruning_ratio=[0.5, 0.7]", "value_pruning_ratio=0.5", seconds_per_context=8.0)
+    text = " ".join(values.render().split())
+    assert "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB, at least 60.0% saved" in text
+    assert "then about 1 min to measure the basis of V" in text
+    assert values.to_dict()["bytes_per_token"]["0.5"]["value_pruned"] == 32768
     for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
         assert told in forecast_llama(seconds_per_context=pace).render()
 
@@ -81,11 +81,12 @@ def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_pat
     arguments = [part for setting in (*settings, "width_multiple=4") for part in ("--set", setting)]
     arguments += ["--recipe", "quickstart", "--recent-size", "16", "--sink-size", "4", "--device", "cpu"]
     command = ["train", str(retriever_folder), "-o", "out", *arguments, "--dry-run", "--json"]
+    command += ["--value-pruning-ratio", "0.5"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["memory"]["context"] == 2 * 2 * 2 * 16 * 4 * 400
-    assert document["seconds"] == 400 * document["seconds_per_context"] > 0
+    assert document["seconds"] == 400 * document["seconds_per_context"] > 0 < document["value_seconds"]
     assert 330 < document["tokens_per_step"] < 500  # the mean length, and two more questions
     monkeypatch.setenv("RANK", "1")  # one of several processes prints the plan
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -59,7 +59,7 @@ def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
 ):
     monkeypatch.setattr(value_basis, "_NUM_QUERIES", 21)
     monkeypatch.setattr(value_basis, "_QUERIES_AT_ONCE", 8)
-    monkeypatch.setattr(value_basis, "_NUM_CONTEXTS", 2)
+    monkeypatch.setattr(value_basis, "NUM_CONTEXTS", 2)
     monkeypatch.setattr("leank_convert.train.passes.BLOCK_SIZE", 90)  # the last block is of fewer
     loaded, samples = load(None if family == "llama" else speaking_folder(family))
     found = measure_values(loaded, samples, WINDOWS, offload=offload)
