@@ -182,7 +182,12 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         "model": content["model"]["name"],
         "model_type": content["model"]["model_type"],
         **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
-        **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
+        **_describe_widths(
+            content["widths"],
+            description.head_dim,
+            content["dtype"],
+            value_widths=content.get(VALUE_WIDTHS_KEY),
+        ),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,

@@ -14,7 +14,6 @@ from leank_convert.export.adapter import convert_adapter
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
-from leank_convert.onnx import export_onnx
 from leank_convert.prune import prune_model
 from tests.checks import bless, facts_of, failed, prune_values
 from tests.tiny_families import FAMILIES, batch, random_mask, tiny_model
@@ -118,11 +117,6 @@ def test_a_basis_belongs_to_the_weights_that_it_was_measured_on(folder_of, tmp_p
 def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path):
     source = folder_of("llama")
     mask, model = pruned_mask(source), source / "model.safetensors"
-    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
-        export_onnx(source, mask, tmp_path / "onnx")
-    checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
-    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
-        export_onnx(checkpoint, None, tmp_path / "onnx")
     with (
         pytest.raises(LeanKError, match="prunes V in a basis that has to be folded into the weights"),
         prune_model(stock_model("llama", source), mask),
