@@ -180,7 +180,12 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         "kind": "onnx",
         "path": str(path),
         **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
-        **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
+        **_describe_widths(
+            content["widths"],
+            description.head_dim,
+            content["dtype"],
+            value_widths=content.get(VALUE_WIDTHS_KEY),
+        ),
         **_describe_origin(mask),
         "model": content["model"]["name"],
         "model_type": content["model"]["model_type"],

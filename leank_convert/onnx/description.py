@@ -18,13 +18,14 @@ from leank_convert.head_layout import plan_head_layout
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx.graph import cache_shapes
-from leank_convert.onnx.leank_onnx_cache import FORMAT_VERSION, Description, LeanKOnnxError
+from leank_convert.onnx.leank_onnx_cache import FORMAT_VERSION, Bucket, Description, LeanKOnnxError
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.windows import Windows
 
-# Keys by which a host finds the cache among the tensors; where one is too much, it finds what is none.
-_PLACE = ("layer", "region", "width", "part")
+# Keys by which a host finds the cache among the tensors, and what it keeps of V; where one is too much, it
+# finds what is none.
+_PLACE = ("layer", "region", "width", "part", "value_width")
 
 
 class _DescribedModel(BaseModel, strict=True, allow_inf_nan=False):
@@ -162,7 +163,8 @@ def describe_cache(pruned: PrunedModel, dtype: str, vocab_size: int) -> dict[str
     ]
     return {
         "widths": pruned.widths,
-        "buckets": [_buckets(layer) for layer in pruned.buckets],
+        **({} if pruned.value_widths is None else {"value_widths": list(map(list, pruned.value_widths))}),
+        "buckets": [[_describe_bucket(bucket) for bucket in layer] for layer in pruned.buckets],
         "channel_order": pruned.channel_order.tolist(),
         "head_permutation": pruned.head_permutation,
         "inputs": inputs,
@@ -170,12 +172,9 @@ def describe_cache(pruned: PrunedModel, dtype: str, vocab_size: int) -> dict[str
     }
 
 
-def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    described, first = [], 0
-    for width, count in layer:
-        described.append({"width": width, "heads": [first, first + count]})
-        first += count
-    return described
+def _describe_bucket(bucket: Bucket) -> dict[str, Any]:
+    described: dict[str, Any] = {"width": bucket.width, "heads": [bucket.heads.start, bucket.heads.stop]}
+    return described if bucket.value_width is None else {**described, "value_width": bucket.value_width}
 
 
 def check_description(description: Description, mask: ChannelMask) -> None:
@@ -193,8 +192,15 @@ def check_description(description: Description, mask: ChannelMask) -> None:
     Windows(*sizes)
     permutation = plan_head_layout(mask.widths).head_permutation
     channel_masks = in_checkpoint_order(mask.channel_mask, permutation)
-    pruned = PrunedModel(None, channel_masks, *sizes, head_permutation=[list(order) for order in permutation])
-    expected = describe_cache(pruned, content["dtype"], description.vocab_size)
+    kept = mask.value_widths
+    pruned = PrunedModel(
+        None,
+        channel_masks,
+        *sizes,
+        head_permutation=[list(order) for order in permutation],
+        value_widths=None if kept is None else in_checkpoint_order(kept, permutation).tolist(),
+    )
+    expected = {"value_widths": None, **describe_cache(pruned, content["dtype"], description.vocab_size)}
     model = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     expected["model"] = {**content["model"], **dict(zip(model, channel_masks.shape, strict=True))}
     for key, value in expected.items():

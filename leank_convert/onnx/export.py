@@ -43,7 +43,6 @@ from leank_convert.onnx.pruned_model import (
     PrunedModel,
     check_traceable,
     load_pruned,
-    refuse_pruned_values,
     refuse_quantized,
 )
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
@@ -119,7 +118,6 @@ def export_onnx(
         )
         # Before a checkpoint is written, which may be large.
         refuse_quantized(export.config, checkpoint)
-        refuse_pruned_values(export.choice.mask.value_basis is not None, export.choice.mask_origin)
         check_traceable(export.facts, checkpoint)
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"

@@ -8,7 +8,8 @@ Inputs, B rows of Q new tokens each, stored without padding:
   tokens. Token t lies in slot t if t < sink_size, else in sink_size + (t - sink_size) mod (S - sink_size).
   While a prompt is read S is anything from its length up, and not sink_size: slot t holds token t;
 - `past_key_values.{i}.pruned.{w}.key` [B, n, P, w] and `.pruned.{w}.value` [B, n, D, P] for each bucket of n
-  heads of width w > 0: token t lies in slot t - sink_size.
+  heads of width w > 0: token t lies in slot t - sink_size. Where V is pruned they are `.pruned.{w}.{h}.key`
+  and `.pruned.{w}.{h}.value` [B, n, v, P] of the heads from h on that keep v channels of V, and none is 0.
 
 Outputs: `logits` [B, K, V]; `present.{i}.key` [B, H_kv, Q, D] and `present.{i}.value` [B, H_kv, D, Q], of the
 new tokens alone. Whoever runs the graph writes them into its buffers. What a slot without a token holds is
@@ -27,8 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from leank_convert.onnx.leank_onnx_cache import Bucket
 from leank_convert.onnx.pruned_model import PrunedModel
 
 _ATTENTION = "leank_onnx"
@@ -39,13 +42,13 @@ _MAX_TRIAL_SLOTS = 4096
 
 @dataclass
 class _LayerCache:
-    """One layer's buffers: `window` and, by width, `pruned` are (keys, values)."""
+    """One layer's buffers: `window` and, by bucket, `pruned` are (keys, values)."""
 
-    buckets: list[tuple[int, int]]
+    buckets: list[Bucket]
     lanes: Tensor | None
     key_mean: Tensor | None
     window: tuple[Tensor, Tensor]
-    pruned: dict[int, tuple[Tensor, Tensor]]
+    pruned: dict[str, tuple[Tensor, Tensor | None]]
 
 
 @dataclass
@@ -119,7 +122,11 @@ class StepModel(nn.Module):
         buffers, layers, num_pruned = iter(cache), [], 0
         for layer, buckets in enumerate(self.buckets):
             window = next(buffers), next(buffers)
-            pruned = {width: (next(buffers), next(buffers)) for width, _ in buckets if width}
+            pruned = {
+                bucket.name: (next(buffers), None if bucket.value_width == 0 else next(buffers))
+                for bucket in buckets
+                if bucket.width
+            }
             for keys, _ in pruned.values():
                 num_pruned = keys.shape[2]
             lanes = getattr(self, f"lanes_{layer}") if self._reordered[layer] else None
@@ -135,13 +142,12 @@ def cache_shapes(
     _, heads, head_dim = pruned.channel_masks.shape
     shapes: dict[str, list[Any]] = {}
     for layer, buckets in enumerate(pruned.buckets):
-        prefix = f"past_key_values.{layer}"
-        shapes[f"{prefix}.window.key"] = [batch, heads, window_slots, head_dim]
-        shapes[f"{prefix}.window.value"] = [batch, heads, head_dim, window_slots]
-        for width, count in buckets:
-            if width:
-                shapes[f"{prefix}.pruned.{width}.key"] = [batch, count, pruned_slots, width]
-                shapes[f"{prefix}.pruned.{width}.value"] = [batch, count, head_dim, pruned_slots]
+        regions = [("window", Bucket(head_dim, slice(0, heads)), window_slots)]
+        regions += [(f"pruned.{bucket.name}", bucket, pruned_slots) for bucket in buckets if bucket.width]
+        for region, bucket, slots in regions:
+            for part, shape in zip(("key", "value"), bucket.shapes(batch, slots, head_dim), strict=True):
+                if 0 not in shape:  # V of which nothing is kept
+                    shapes[f"past_key_values.{layer}.{region}.{part}"] = shape
     return shapes
 
 
@@ -206,23 +212,27 @@ def attend_in_regions(
     num_slots = window_keys.shape[2]
     in_window = query @ window_keys.transpose(2, 3) + step.window_bias
     in_new = query @ key.transpose(2, 3) + step.new_bias
-    whole, pruned, first = [], [], 0
-    for width, count in layer.buckets:
-        heads = slice(first, first + count)
-        first += count
+    whole, pruned = [], []
+    for bucket in layer.buckets:
+        heads = bucket.heads
         logits = [in_window[:, heads], in_new[:, heads]]
-        if width:
-            kept = query[:, heads, :, :width] @ layer.pruned[width][0].transpose(2, 3)
+        pruned_keys, pruned_values = layer.pruned.get(bucket.name, (None, None))
+        if pruned_keys is not None:
+            kept = query[:, heads, :, : bucket.width] @ pruned_keys.transpose(2, 3)
             logits.append(kept + step.pruned_bias)
         weights = torch.cat(logits, -1).softmax(-1, dtype=torch.float32).to(query.dtype)
         whole.append(weights[..., : num_slots + num_new])
-        if width:
-            pruned.append(_weigh(layer.pruned[width][1], weights[..., num_slots + num_new :]))
+        if pruned_values is not None:
+            share = _weigh(pruned_values, weights[..., num_slots + num_new :])
+            dropped = head_dim - share.shape[2]
+            pruned.append(pad(share, (0, 0, 0, dropped)) if dropped else share)
+        elif pruned_keys is not None:
+            pruned.append(torch.zeros_like(query[:, heads]).transpose(2, 3))
     weights = _join(whole)
     output = _weigh(window_values, weights[..., :num_slots]) + _weigh(value, weights[..., num_slots:])
     if pruned:
         # Heads of width 0 come first, and see nothing of the pruned region.
-        empty = layer.buckets[0][1] if layer.buckets[0][0] == 0 else 0
+        empty = 0 if layer.buckets[0].width else layer.buckets[0].heads.stop
         rest = output[:, empty:] + _join(pruned)
         output = torch.cat([output[:, :empty], rest], 1) if empty else rest
     output = output.transpose(2, 3).reshape(batch, num_heads, num_new, head_dim)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,31 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return dict(content)
 
 
+class Bucket(NamedTuple):
+    """Heads of a layer that keep as much of a pruned token: the first lanes of K and the first channels of V.
+
+    Attributes:
+        width: Kept channels of K.
+        heads: Which heads, one behind the other.
+        value_width: Kept channels of V; None for all, in a model whose V is not pruned.
+    """
+
+    width: int
+    heads: slice
+    value_width: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells it from the layer's others; of pruned V, several may have one width."""
+        return f"{self.width}" if self.value_width is None else f"{self.width}.{self.heads.start}"
+
+    def shapes(self, batch: Any, num_columns: Any, head_dim: int) -> tuple[list[Any], list[Any]]:
+        """Shapes of its pruned K and V; sizes may be numbers or names."""
+        count, rows = self.heads.stop - self.heads.start, self.value_width
+        rows = head_dim if rows is None else rows
+        return [batch, count, num_columns, self.width], [batch, count, rows, num_columns]
+
+
 class Description:
     """What decoding needs of `leank_onnx.json`; `leank-convert verify` checks all of it.
 
@@ -60,7 +85,7 @@ class Description:
         num_heads: Key/value heads of every layer.
         head_dim: Channels of a head.
         sink_size, recent_size, flush_size: Window sizes.
-        buckets: Per layer, width and heads of its buckets, those aside whose heads see no pruned token.
+        buckets: Per layer its buckets, those aside whose heads see no pruned token.
         eos_token_ids: Tokens that end an answer.
         max_position_embeddings: Positions that the model's config names.
         files: SHA-256 of every file by its name.
@@ -91,7 +116,15 @@ class Description:
             self.recent_size = _integer(self.content["recent_size"])
             self.flush_size = _integer(self.content["flush_size"])
             self.buckets = [
-                [(_integer(bucket["width"]), slice(*bucket["heads"])) for bucket in layer if bucket["width"]]
+                [
+                    Bucket(
+                        _integer(bucket["width"]),
+                        slice(*bucket["heads"]),
+                        _integer(bucket["value_width"]) if "value_width" in bucket else None,
+                    )
+                    for bucket in layer
+                    if bucket["width"]
+                ]
                 for layer in self.content["buckets"]
             ]
             self.eos_token_ids = frozenset(map(_integer, self.content["eos_token_ids"]))
@@ -157,8 +190,9 @@ class Cache:
 
     A window holds sink and recent tokens with all channels, token t in slot t while t < sink_size, else in
     slot sink_size + (t - sink_size) mod (recent_size + flush_size). Slots that no token has reached are made
-    as tokens come. The pruned arrays hold each bucket's kept channels, token sink_size + j in column j. While
-    prompts are read, windows hold all of them and nothing is pruned; `split` parts them.
+    as tokens come. The pruned arrays hold each bucket's kept channels, token sink_size + j in column j: of K
+    the first `width` lanes, of V all, or the first `value_width` where V is pruned. While prompts are read,
+    windows hold all of them and nothing is pruned; `split` parts them.
 
     Attributes:
         lengths: Tokens per row `[B]`.
@@ -173,21 +207,21 @@ class Cache:
         self._description = description
         # Per layer [B, H_kv, slots, D] and [B, H_kv, D, slots].
         self._windows = [self._new_window(num_slots) for _ in description.buckets]
-        # By layer and width [B, heads, capacity, width] and [B, heads, D, capacity]; never without a column,
-        # since a graph's input must not be empty.
+        # By layer and bucket [B, heads, capacity, width] and [B, heads, D or value_width, capacity]; never
+        # without a column, since a graph's input must not be empty.
         self._pruned = {
-            (layer, width): self._new_pruned(width, heads, num_columns)
-            for layer, width, heads in self._buckets()
+            (layer, bucket.name): self._new(bucket, num_columns) for layer, bucket in self._buckets()
         }
 
     def tensors(self) -> dict[str, Array]:
-        """Return the arrays by the names of the graph's inputs."""
+        """Return the arrays by the names of the graph's inputs; V of a bucket that keeps none is no input."""
         regions = {f"{layer}.window": window for layer, window in enumerate(self._windows)}
-        regions |= {f"{layer}.pruned.{width}": store for (layer, width), store in self._pruned.items()}
+        regions |= {f"{layer}.pruned.{name}": store for (layer, name), store in self._pruned.items()}
         return {
             f"past_key_values.{region}.{part}": array
             for region, arrays in regions.items()
             for part, array in zip(("key", "value"), arrays, strict=True)
+            if array.size
         }
 
     def write_prompt(self, present: Present, counts: Array, num_left: int) -> None:
@@ -217,8 +251,8 @@ class Cache:
         capacity = _capacity(int(self.pruned_lengths.max()))
         for layer, (keys, values) in enumerate(self._windows):
             window_keys, window_values = self._new_window(self._slots_for(int(self.lengths.max())))
-            for width, heads in d.buckets[layer]:
-                self._pruned[layer, width] = self._new_pruned(width, heads, capacity)
+            for bucket in d.buckets[layer]:
+                self._pruned[layer, bucket.name] = self._new(bucket, capacity)
             for row, (length, pruned) in enumerate(zip(self.lengths, self.pruned_lengths, strict=True)):
                 sink = min(int(length), d.sink_size)
                 tokens = np.concatenate([np.arange(sink), np.arange(d.sink_size + pruned, length)])
@@ -262,10 +296,10 @@ class Cache:
     ) -> None:
         """Copy the tokens in `slots` of a row's window `[H_kv, S, D]`, `[H_kv, D, S]` to `start` onwards."""
         stop = start + len(slots)
-        for width, heads in self._description.buckets[layer]:
-            pruned_keys, pruned_values = self._pruned[layer, width]
-            pruned_keys[row, :, start:stop] = keys[heads, :, :width][:, slots]
-            pruned_values[row, :, :, start:stop] = values[heads][..., slots]
+        for bucket in self._description.buckets[layer]:
+            pruned_keys, pruned_values = self._pruned[layer, bucket.name]
+            pruned_keys[row, :, start:stop] = keys[bucket.heads, :, : bucket.width][:, slots]
+            pruned_values[row, :, :, start:stop] = values[bucket.heads, : bucket.value_width][..., slots]
 
     def _grow_windows(self, num_slots: int) -> None:
         self.moves += 1
@@ -276,13 +310,11 @@ class Cache:
     def _grow_pruned(self, num_tokens: int) -> None:
         """Allocate anew where there is no room for `num_tokens` pruned ones."""
         # Looked at one by one: where memory ran out half-way, the next attempt does the rest.
-        for layer, width, heads in self._buckets():
-            old = self._pruned[layer, width]
+        for layer, bucket in self._buckets():
+            old = self._pruned[layer, bucket.name]
             if num_tokens > old[0].shape[2]:
                 self.moves += 1
-                self._pruned[layer, width] = _copied(
-                    old, self._new_pruned(width, heads, _capacity(num_tokens))
-                )
+                self._pruned[layer, bucket.name] = _copied(old, self._new(bucket, _capacity(num_tokens)))
 
     def _slots_of(self, tokens: Array) -> Array:
         d = self._description
@@ -292,25 +324,20 @@ class Cache:
         """Slots to allocate while decoding rows of up to `num_tokens` tokens."""
         return min(self._description.num_slots, _capacity(num_tokens))
 
-    def _buckets(self) -> Iterator[tuple[int, int, slice]]:
-        """Layer, width and heads of every bucket."""
+    def _buckets(self) -> Iterator[tuple[int, Bucket]]:
+        """Layer by layer all buckets."""
         for layer, buckets in enumerate(self._description.buckets):
-            yield from ((layer, width, heads) for width, heads in buckets)
+            yield from ((layer, bucket) for bucket in buckets)
 
     def _new_window(self, num_slots: int) -> Pair:
         d = self._description
         # The graph divides by the difference of slots and sink, whatever its sign.
-        return self._new(d.num_heads, num_slots + (num_slots == d.sink_size), d.head_dim)
+        return self._new(Bucket(d.head_dim, slice(0, d.num_heads)), num_slots + (num_slots == d.sink_size))
 
-    def _new_pruned(self, width: int, heads: slice, capacity: int) -> Pair:
-        return self._new(heads.stop - heads.start, capacity, width)
-
-    def _new(self, heads: int, size: int, width: int) -> Pair:
-        d, batch = self._description, len(self.lengths)
-        return (
-            np.zeros((batch, heads, size, width), d.dtype),
-            np.zeros((batch, heads, d.head_dim, size), d.dtype),
-        )
+    def _new(self, bucket: Bucket, size: int) -> Pair:
+        d = self._description
+        keys, values = bucket.shapes(len(self.lengths), size, d.head_dim)
+        return np.zeros(keys, d.dtype), np.zeros(values, d.dtype)
 
 
 def _copied(old: Pair, new: Pair) -> Pair:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from leank_convert.families import Architecture
 from leank_convert.leank_block import read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.mask_tensor import in_checkpoint_order
+from leank_convert.onnx.leank_onnx_cache import Bucket
 from leank_convert.text_part import load_from
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
@@ -33,7 +35,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class PrunedModel:
-    """A dense model, and how its K cache is pruned.
+    """A dense model, and how its cache is pruned.
 
     Attributes:
         model: A stock causal LM of one of `DTYPES`, in eval mode, on the CPU, its heads in the checkpoint's
@@ -45,6 +47,7 @@ class PrunedModel:
         name: The model's name, for the description.
         head_permutation: [layer][new] = old over KV heads, None where heads are in the model's own order.
         key_mean: What comes off every key before it is cached, float32 [L, H_kv, D]; None for nothing.
+        value_widths: Kept channels of V [L][H_kv], the first ones; None where V is not pruned.
     """
 
     model: Any
@@ -55,6 +58,7 @@ class PrunedModel:
     name: str = "model"
     head_permutation: list[list[int]] | None = None
     key_mean: Tensor | None = None
+    value_widths: Sequence[Sequence[int]] | None = None
 
     @property
     def dtype(self) -> str:
@@ -68,27 +72,21 @@ class PrunedModel:
         return widths
 
     @property
-    def buckets(self) -> list[list[tuple[int, int]]]:
-        """Per layer the width of each bucket and how many heads it has, widths ascending."""
-        return [[(width, row.count(width)) for width in sorted(set(row))] for row in self.widths]
+    def buckets(self) -> list[list[Bucket]]:
+        """Per layer its runs of heads that keep as much of K and of V, widths of K ascending."""
+        whole: list[list[None]] = [[None] * len(row) for row in self.widths]
+        layers = []
+        for kept in zip(self.widths, self.value_widths or whole, strict=True):
+            heads = list(zip(*kept, strict=True))
+            starts = [head for head, own in enumerate(heads) if head == 0 or own != heads[head - 1]]
+            runs = pairwise([*starts, len(heads)])
+            layers.append([Bucket(heads[a][0], slice(a, b), heads[a][1]) for a, b in runs])
+        return layers
 
     @property
     def channel_order(self) -> Tensor:
         """The channel that each lane of a cached key holds: kept ones first, both ascending. [L, H_kv, D]."""
         return (~self.channel_masks).to(torch.int8).argsort(dim=-1, stable=True)
-
-
-def refuse_pruned_values(is_pruned: bool, origin: str) -> None:
-    """Refuse a mask or a checkpoint that prunes V.
-
-    Raises:
-        LeanKError: If it does.
-    """
-    if is_pruned:
-        raise LeanKError(
-            f"`{origin}` prunes V, which graphs store whole so far",
-            hint="make the graph by a mask that prunes K alone",
-        )
 
 
 def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
@@ -109,7 +107,6 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
             hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
         )
-    refuse_pruned_values(leank.get("value_widths") is not None, str(checkpoint))
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
     model = load_stock(checkpoint, config, facts.architecture, dtype)
@@ -120,6 +117,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
         key_mean=_read_key_mean(checkpoint, leank),
+        value_widths=settings.value_widths,
     )
 
 

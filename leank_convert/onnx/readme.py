@@ -9,10 +9,11 @@ from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 
 _README = """\
-# {name}: K cache pruned by {ratio:.1%} (LeanK), as an ONNX graph
+# {name}: K cache pruned by {ratio:.1%}{values} (LeanK), as an ONNX graph
 
 `model.onnx` (opset {opset}, {dtype}; weights in `model.onnx.data`) decodes with a cache that keeps
-{kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}. It needs no PyTorch.
+{kept:.1%} of the key channels{kept_values} of all tokens but the first {sink} and the last
+{recent}. It needs no PyTorch.
 {quantized}
 ## Run
 
@@ -43,7 +44,7 @@ buffers. In `leank_onnx_cache.py` the class `Cache` does that.
   Those that no token has reached may be left out, but not so that {sink} are there: the graph divides by
   the difference. While a prompt is read there are as many as it is long, or more, and slot t holds token t.
 - After the prompt the row is split: the first {sink} and the last {recent} of its tokens stay in the window,
-  those between go to the pruned buffers in order, the first `width` lanes of a key and the whole value.
+  those between go to the pruned buffers in order, the first `width` lanes of a key and {stored_values}.
 - A token is appended to a window that holds {ring} tokens behind the sink: its oldest {flush} first move to
   the pruned buffers, and `pruned_lengths` grows by {flush}. For a single new token that is done before the
   graph runs; of several new tokens, all are attended to before the first is appended.
@@ -84,7 +85,10 @@ def build_readme(
             dtype=pruned.dtype,
             difference=difference,
         )
-    kept = float(pruned.channel_masks.float().mean())
+    head_dim, size = pruned.channel_masks.shape[-1], BYTES_PER_ELEMENT[pruned.dtype]
+    cache = count_cache_bytes(pruned.widths, head_dim, size, value_widths=pruned.value_widths)
+    removed, values = cache.removed
+    is_whole = pruned.value_widths is None
     ring = pruned.recent_size + pruned.flush_size
     return _README.format(
         name=escaped(pruned.name),
@@ -92,14 +96,17 @@ def build_readme(
         onnxruntime=first_onnxruntime(opset),
         dtype=pruned.dtype,
         quantized=quantized,
-        ratio=1 - kept,
-        kept=kept,
+        ratio=removed,
+        values="" if is_whole else f", V by {values:.1%}",
+        kept=1 - removed,
+        kept_values="" if is_whole else f", and {1 - values:.1%} of the value channels,",
+        stored_values="the whole value"
+        if is_whole
+        else "the first `value_width` channels\n  of a value, which has no buffer where that is 0",
         sink=pruned.sink_size,
         recent=pruned.recent_size,
         flush=pruned.flush_size,
         ring=ring,
         slots=pruned.sink_size + ring,
-        cache=count_cache_bytes(
-            pruned.widths, pruned.channel_masks.shape[-1], BYTES_PER_ELEMENT[pruned.dtype]
-        ),
+        cache=cache,
     )

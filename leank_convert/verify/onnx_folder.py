@@ -18,6 +18,8 @@ from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, open_checkpoint, read_leank_facts
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.export.fold import DTYPES, fold
+from leank_convert.export.plan import plan_edits
 from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.onnx.check import check_rules, distance, largest_difference
@@ -117,6 +119,7 @@ def _check_mask(folder: Path, description: Description) -> tuple[ChannelMask, st
     mask = load_mask(folder / MASK_FILE_NAME)
     check_description(description, mask)
     more = "" if mask.key_mean is None else ", and the mean of keys"
+    more += "" if mask.value_basis is None else ", and the basis of V"
     return mask, (
         f"pruning ratio {mask.pruning_ratio:.4f}; widths, heads, lanes, inputs and outputs of "
         f"{ONNX_DESCRIPTION_NAME} are the mask's{more}"
@@ -245,7 +248,8 @@ def _check_regions(model: LeanKOnnx) -> str:
         return _decode(model, cache, sink + 1, 1)
 
     probes = [("window", sink - 1, True)] * (sink > 0) + [("window", sink, False)]
-    probes += [("pruned", 0, True), ("pruned", 1, False)] * any(d.buckets)
+    stores_values = any(bucket.value_width != 0 for bucket in chain(*d.buckets))
+    probes += [("pruned", 0, True), ("pruned", 1, False)] * stores_values
     without = answer("no", 0)
     for region, slot, counts in probes:
         if np.array_equal(answer(region, slot), without) == counts:
@@ -273,6 +277,8 @@ def _compare_with_source(model: LeanKOnnx, source: _Source, mask: ChannelMask, c
     if not is_checkpoint and rope is not None and dict(rope) != source.facts.rope_parameters:
         config = apply_config_overrides(config, {"rope_parameters": dict(rope)})
     stock = load_stock(source.folder, config, source.facts.architecture, description.content["dtype"])
+    if not is_checkpoint and mask.value_basis is not None:
+        _fold(stock, source, mask.value_basis)
     with torch.no_grad():
         expected = stock(torch.from_numpy(tokens)[None], use_cache=True)
     layers = [(layer.keys, layer.values) for layer in expected[CACHE].layers]
@@ -281,6 +287,20 @@ def _compare_with_source(model: LeanKOnnx, source: _Source, mask: ChannelMask, c
         "source: keys and values", lambda: _check_cache(cached, layers, order, description, mask.key_mean)
     )
     checks.holds("source: logits", lambda: _check_logits(logits, expected.logits[0], description))
+
+
+def _fold(stock: Any, source: _Source, basis: Tensor) -> None:
+    """Fold a basis of V [L, H_kv, D, D] into a model's weights, rounded as an export rounds them."""
+    checkpoint, facts = open_checkpoint(source.folder), source.facts
+    order = [range(facts.num_key_value_heads)] * len(facts.layers)
+    for name, edit in plan_edits(checkpoint, facts, order, basis).items():
+        if edit.bases is None:
+            continue
+        stored, weight = checkpoint.find(name), stock.get_parameter(name).data
+        assert stored is not None
+        for block, own in zip(weight.chunk(len(edit.bases), edit.dim), edit.bases, strict=True):
+            if own is not None:
+                block.copy_(fold(block, own, edit.dim).to(DTYPES[stored.dtype]))
 
 
 def _check_sizes(description: Description, source: _Source) -> str:

@@ -27,7 +27,10 @@ CASES = {
     "Qwen2": ([[1, 16, 16, 16], [0, 0, 0, 0]], (0, 6, 4)),
     "Qwen3": ([[0, 8, 8, 8], [0, 3, 7, 16]], (3, 0, 2)),
     "Mistral": ([[0, 0]], (0, 0, 1)),
+    "Llama, V pruned": ([[0, 5, 5, 16], [8, 8, 8, 8]], (3, 6, 4)),
 }
+# Of V: a head that sees pruned tokens and keeps nothing of it, and some of one width that lie apart.
+VALUE_WIDTHS = {"Llama, V pruned": [[0, 0, 4, 16], [16, 4, 4, 16]]}
 
 
 @dataclass
@@ -41,9 +44,10 @@ class Exported:
         return leank_onnx.LeanKOnnx(self.folder, threads=1)
 
 
-def build(family, windows):
+def build(case, windows):
     """The stock model and the runtime's, of the same weights, and the masks."""
-    widths, _ = CASES[family]
+    widths, _ = CASES[case]
+    family = case.split(",")[0]
     masks = random_mask(widths)
     num_layers, kv_heads, head_dim = masks.shape
     sizes = {
@@ -76,6 +80,7 @@ def build(family, windows):
         "head_permutation": [list(range(kv_heads))] * num_layers,
         **dict(zip(("sink_size", "recent_size", "flush_size"), windows, strict=True)),
         "prune": "deferred",
+        **({"value_widths": VALUE_WIDTHS[case]} if case in VALUE_WIDTHS else {}),
     }
     config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(config).eval()
@@ -89,7 +94,8 @@ def build(family, windows):
 def write(folder, dense, leank, masks, windows):
     folder.mkdir()
     key_mean = None if leank.key_means is None else torch.cat(leank.key_means)
-    export_graph(PrunedModel(dense, masks, *windows, key_mean=key_mean), folder)
+    values = leank.config.leank.get("value_widths")
+    export_graph(PrunedModel(dense, masks, *windows, key_mean=key_mean, value_widths=values), folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

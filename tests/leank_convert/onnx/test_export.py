@@ -68,7 +68,7 @@ def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_
     mask = retriever_mask.channel_mask
     assert load_mask(folder / "channel_mask.safetensors").channel_mask.equal(mask)
     assert description["head_permutation"] == [[1, 0], [0, 1]]
-    assert description["widths"] == [[0, 7], [4, 4]]
+    assert description["widths"] == [[0, 7], [4, 4]] and "value_widths" not in description
     assert description["buckets"] == [
         [{"width": 0, "heads": [0, 1]}, {"width": 7, "heads": [1, 2]}],
         [{"width": 4, "heads": [0, 2]}],
@@ -244,11 +244,3 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, mo
     assert "model.onnx.data` could not be written to its end: problem writing element 24576" in told
     assert "hint: most likely the disk is full" in told
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_that_prunes_v_is_refused(checkpoint, tmp_path):
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["leank"]["value_widths"] = [[0] * len(row) for row in config["leank"]["widths"]]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LeanKError, match="prunes V, which graphs store whole so far"):
-        load_pruned(tmp_path)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+
+from leank_convert.head_layout import list_value_widths
+from runtime.configuration_leank import read_settings
 
 # Lengths of the prompts, and how many tokens of them are read at a time.
 PROMPTS = {
@@ -23,6 +28,8 @@ RUNS = [("Llama", name, "float32") for name in PROMPTS] + [
     ("Qwen3", "unequal prompts in chunks", "float32"),
     ("Mistral", "unequal prompts in chunks", "float32"),
     ("Llama", "unequal prompts in chunks", "float16"),
+    ("Llama, V pruned", "unequal prompts in chunks", "float32"),
+    ("Llama, V pruned", "prompts as long as the windows", "float32"),
 ]
 
 
@@ -50,8 +57,9 @@ def test_logits_are_as_close_to_exact_ones_as_the_runtimes_over_chunks_flushes_a
     assert session.lengths.tolist() == [sum(map(len, row)) for row in zip(*turns, strict=True)]
 
 
-def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported, reference):
-    model = exported()
+@pytest.mark.parametrize("family", ["Llama", "Llama, V pruned"])
+def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(family, exported, reference):
+    model = exported(family)
     ours, held = model.load().start(), reference(model.leank)
     rows = [tokens(40), tokens(7, 1)]
     held.hold(ours.feed(rows, all_logits=True), rows)
@@ -69,6 +77,11 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     # 161 tokens are pruned in the longer row: room for 64, 128 and 192 was made.
     assert int(ours.pruned_lengths.max()) > 128
     assert len(sizes) == 3
+    settings = read_settings(model.leank.config)
+    kept = list_value_widths(settings.widths, 16, settings.value_widths)
+    cache = ours.cache.tensors()
+    stored = [cache[name].shape for name in cache if re.search(r"pruned.*value", name)]
+    assert sum(heads * width for _, heads, width, _ in stored) == sum(kept)
 
 
 @pytest.mark.parametrize("sizes", [(2**24, 1, 1), (192, 3, 9), (3, 2**24, 2**24)], ids=str)
@@ -86,7 +99,7 @@ def test_a_window_larger_than_its_tokens_grows_with_them(sizes, chunk, exported,
     assert session.cache_bytes < 2 * dense
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Llama, V pruned"])
 def test_onnxruntime_multiplies_by_the_cache_where_it_lies(family, exported, tmp_path):
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")

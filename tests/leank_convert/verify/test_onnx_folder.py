@@ -14,11 +14,13 @@ from onnx.external_data_helper import ExternalDataInfo
 from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
+from leank_convert.inspection import inspect_artifact
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.onnx import export_onnx
 from leank_convert.verify import verify_checkpoint
-from tests.checks import failed
+from tests.checks import failed, prune_values
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 INT4 = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": None}
@@ -129,6 +131,7 @@ CONTRADICTIONS = [
     ("widths", swap(0), "`widths.0.0` is 7; the mask gives 0"),
     ("widths", lambda rows: rows[:1], "`widths` is [[0, 7]]; the mask gives [[0, 7], [4, 4]]"),
     ("buckets.0.1.heads", [0, 2], "`buckets.0.1.heads.0` is 0; the mask gives 1"),
+    ("buckets.0.1.value_width", 8, "`buckets.0.1.value_width` is 8; the mask gives None"),
     ("channel_order.1", swap(0), "`channel_order.1.0.0` is"),
     ("head_permutation", swap(1), "`head_permutation.1.0` is 1; the mask gives 0"),
     # Tensor 6 of the inputs is the pruned key of the bucket of width 7.
@@ -252,6 +255,37 @@ def test_another_mean_of_keys_is_found(retriever_centred, retriever_folder, copy
         save_mask(replace(mask, key_mean=mean, provenance=known), out / MASK_FILE_NAME)
         bless(out)
         assert failed(out, retriever_folder).keys() == {"source: keys and values"}
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_graph_of_pruned_v_verifies_and_other_widths_and_bases_are_found(
+    weights, source_model, fitting_mask, tmp_path
+):
+    # Q, K and V in one tensor, to whose dtype the fold is rounded.
+    source = source_model("phi3", dtype="bfloat16", pad_token_id=0)
+    (source / "tokenizer.json").unlink()
+    mask = prune_values(fitting_mask(source), source)
+    checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
+    out = export_onnx(checkpoint, None, tmp_path / "out", weights=weights)
+    assert failed(out, source) == failed(out, checkpoint) == {}
+    facts, expected = inspect_artifact(out), inspect_artifact(checkpoint)
+    for key in ("value_widths", "value_pruning_ratio"):
+        assert facts[key] == expected[key] != 0
+    assert f"V by {mask.value_pruning_ratio:.1%}" in (out / "README.md").read_text()
+    save_mask(replace(mask, value_basis=mask.value_basis.flip(-1)), out / MASK_FILE_NAME)
+    bless(out)
+    assert failed(out, source).keys() == {"source: keys and values"}
+    for place, said in (
+        ("value_widths", "`value_widths` is None; the mask gives"),
+        ("buckets.0.1.value_width", "`buckets.0.1.value_width` is None; the mask gives"),
+    ):
+        spoiled = shutil.copytree(out, tmp_path / place)
+        describe(place, ...)(spoiled)
+        assert said in failed(spoiled)["mask file"]
+    fewer = mask.value_widths.clamp(max=mask.value_basis.shape[-1] // 4)
+    save_mask(replace(mask, value_widths=fewer), out / MASK_FILE_NAME)
+    bless(out)
+    assert "`value_widths." in failed(out)["mask file"]
 
 
 def test_a_quantized_export_under_another_rope_says_by_how_much_it_differs(retriever_int8, retriever_folder):
