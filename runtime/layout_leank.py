@@ -214,8 +214,7 @@ def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int, value_chun
     """Choose one chunk size for all layers of a model, so that one compiled kernel can serve them.
 
     32 where every width is a multiple of 32, else 16; heads of fewer than 64 channels take a quarter of
-    a head instead, so that a toy model still stores less than a dense one. No larger than a chunk of V, as
-    kernels want it.
+    a head instead, so that a toy model still stores less than a dense one; no more than a chunk of V has.
 
     Args:
         widths: Kept channels per layer and head.

@@ -236,6 +236,7 @@ def memory() -> None:
         multiple=True,
         help="Requests at a time in a further run; repeatable. Default: 1, 8, 32 and 64.",
     ),
+    _VALUES,
     click.option("--memory", type=_GIGABYTES, help="GB of the cache, of every side. Default: 40."),
     click.option(
         "--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of all sides."

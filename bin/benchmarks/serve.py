@@ -32,6 +32,7 @@ from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.errors import LeanKError
+from leank_convert.vllm.pages import BLOCK_SIZE
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
@@ -168,6 +169,8 @@ def _measure_side(
     began = time.monotonic()
     with _client() as client, _server(folder, side["options"], log) as server:
         side |= server.read_size()
+        if name != DENSE and "--block-size" not in side["options"]:
+            side["block_size"] = BLOCK_SIZE  # vLLM tells that of the smallest group
         named = _ATTENTION.findall(log.read_text(errors="replace"))
         side["attention"] = named[-1] if named else "its only attention"
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from leank_convert.families import LEANK_PREFIX
-from leank_convert.vllm.pages import STEP, ModelPages, coming_block_size
+from leank_convert.vllm.pages import STEP, ModelPages, coming_block_size, settle_block_size
 
 # By `model_type` vLLM knows for whose states it compiles kernels before the first request.
 qwen_triton_warmup._QWEN_MODEL_TYPES |= {f"{LEANK_PREFIX}qwen3_next"}
@@ -44,7 +44,7 @@ def lay_beside_windows(
     pages: ModelPages, others: Sequence[Attention], cache_config: CacheConfig
 ) -> ModelPages:
     """Have layers with a window keep tokens in pages of the pruned layers' size, and return the latter."""
-    block_size = _settle_block_size(cache_config, coming_block_size(cache_config))
+    block_size = settle_block_size(cache_config, coming_block_size(cache_config))
     first = others[0]
     numbers = 2 * first.num_kv_heads * first.head_size
     # Hits of the prefix cache end at multiples of all sizes; kernels cannot split a page that is padded.
@@ -74,16 +74,10 @@ def lay_beside_states(
     steps = [getattr(layer, "get_prefill_checkpoint_alignment", int)() or 1 for layer in others]
     step = math.lcm(coming_block_size(cache_config), *steps)
     step_bytes = step * numbers * get_dtype_size(pruned.kv_cache_torch_dtype)
-    block_size = _settle_block_size(cache_config, step * cdiv(state, step_bytes))
+    block_size = settle_block_size(cache_config, step * cdiv(state, step_bytes))
     # The scheduler ends chunks of a prompt at multiples of the smallest page, where states are kept.
     pages = replace(pages, window_step=block_size)
     return pages.beside(len(others), numbers * block_size, block_size)
-
-
-def _settle_block_size(cache_config: CacheConfig, block_size: int) -> int:
-    """Set the tokens of a kept page, before vLLM asks all backends for a size that they share."""
-    cache_config.block_size, cache_config.user_specified_block_size = block_size, True
-    return block_size
 
 
 def _takes(backend: type[AttentionBackend], block_size: int) -> bool:

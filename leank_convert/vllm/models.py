@@ -33,7 +33,7 @@ from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.layers import LeanKAttention, compile_ahead
-from leank_convert.vllm.pages import ModelPages
+from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
 from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
@@ -61,8 +61,11 @@ class _LeanKForCausalLM:
             check_adapters()
         # Pages that lie by blocks let layers of a model that drafts lie beside.
         by_blocks = KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
-        LeanKBackend.layouts = by_blocks if has_drafter(vllm_config) else None
-        vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
+        cache, drafts = vllm_config.cache_config, has_drafter(vllm_config)
+        LeanKBackend.layouts = by_blocks if drafts else None
+        if drafts:  # their backend may prefer pages that our kernels do not read
+            settle_block_size(cache, coming_block_size(cache))
+        cache.cache_dtype = choose_cache_dtype(vllm_config)
         config = vllm_config.model_config.hf_config
         settings = read_settings(config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths. Layers that draft
@@ -91,9 +94,9 @@ class _LeanKForCausalLM:
             value_widths=settings.value_widths,
         )
         if others:
-            pages = lay_beside_windows(pages, others, vllm_config.cache_config)
+            pages = lay_beside_windows(pages, others, cache)
         if states := [layer for layer in context.values() if isinstance(layer, MambaBase)]:
-            pages = lay_beside_states(pages, states, modules[0].attn, vllm_config.cache_config)
+            pages = lay_beside_states(pages, states, modules[0].attn, cache)
         stage = pages.stages[get_pp_group().rank_in_group]
         firsts: dict[int, LeanKAttention] = {}
         parts = pages.layout(get_tensor_model_parallel_rank(), stage).parts

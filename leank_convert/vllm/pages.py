@@ -36,6 +36,12 @@ def coming_block_size(cache_config: Any) -> int:
     return cache_config.block_size if cache_config.user_specified_block_size else BLOCK_SIZE
 
 
+def settle_block_size(cache_config: Any, block_size: int) -> int:
+    """Set the tokens of a kept page, before vLLM asks all backends for a size that they share."""
+    cache_config.block_size, cache_config.user_specified_block_size = block_size, True
+    return block_size
+
+
 class Numbers(NamedTuple):
     """Numbers of one token in the pages of either group."""
 

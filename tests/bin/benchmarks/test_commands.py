@@ -101,7 +101,7 @@ def test_pruned_values_are_not_read_and_results_are_held_to_it(measured):
     (case,) = measured(*GENERATE, "--values", "0.75")[0]["cases"]
     assert case["sides"]["leank"]["check"]["ok"]
     widths = choose_setup(None, "llama-3.1-8b", values=0.75).value_widths
-    assert {width for layer in widths for width in layer} == {0, 96}
+    assert {width for layer in widths for width in layer} == {0, 64, 128}
 
 
 def test_a_masks_own_values_are_what_is_measured(measured, tmp_path):
