@@ -169,8 +169,8 @@ def _measure_side(
     began = time.monotonic()
     with _client() as client, _server(folder, side["options"], log) as server:
         side |= server.read_size()
-        if name != DENSE and "--block-size" not in side["options"]:
-            side["block_size"] = BLOCK_SIZE  # vLLM tells that of the smallest group
+        if name != DENSE:  # vLLM tells that of the smallest group
+            side["block_size"] = _kept_page(side["options"])
         named = _ATTENTION.findall(log.read_text(errors="replace"))
         side["attention"] = named[-1] if named else "its only attention"
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
@@ -180,6 +180,12 @@ def _measure_side(
             run = server.measure(load, client)
             side["runs"].append(run)
             report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
+
+
+def _kept_page(options: Sequence[str]) -> int:
+    """Tokens of a kept page, by `vllm serve`'s options."""
+    words = [word for option in options for word in option.split("=", 1)]
+    return int(words[words.index("--block-size") + 1]) if "--block-size" in words else BLOCK_SIZE
 
 
 class _Server:

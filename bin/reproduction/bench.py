@@ -121,7 +121,7 @@ def _to_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _find_packaged(model: str, ratio: float) -> Path:
-    hint = "leave `--packaged` out, and masks are trained"
+    hint = "masks are trained where neither `--packaged` nor `--values` is given"
     try:
         found = find_by_model(model, ratio)
     except LeanKError as error:
@@ -182,7 +182,8 @@ class Bench:
         basis = None if self.basis_file is None else self.basis.directions
         measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=basis)
         scales = measured.scales(self.masks[run][MAIN_RATIO])
-        torch.save({"key_scale": scales.keys, "value_scale": scales.values}, self.scales_file)
+        found = {"key_scale": scales.keys, "value_scale": scales.values}
+        write_atomically(self.scales_file, _to_bytes(found))
 
     def variant(self, entry: Entry) -> Variant:
         """What answers as an entry does."""

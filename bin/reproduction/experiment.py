@@ -31,6 +31,7 @@ from leank_convert.hub import model_name
 from leank_convert.mask_provenance import package_versions
 
 REPORT_NAME = "tables.md"
+_MARKS = {"values": "with V pruned", "packaged": "by packaged masks", "trained": "by trained masks"}
 
 
 class Experiment:
@@ -60,11 +61,12 @@ class Experiment:
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
-        self.out, self.plan, self._mark = out, plan, out / "packaged"
-        # Answers go by names that trained and packaged masks share.
-        if out.exists() and any(out.iterdir()) and self._mark.exists() != bool(plan.packaged):
-            found = "packaged" if self._mark.exists() else "trained"
-            raise LeanKError(f"`{out}` holds answers by {found} masks", hint="name another output folder")
+        self.out, self.plan = out, plan
+        # Answers go by names that these share.
+        self._mark = "values" if plan.has_basis else "packaged" if plan.packaged else "trained"
+        found = next((mark for mark in ("values", "packaged") if (out / mark).exists()), "trained")
+        if out.exists() and any(out.iterdir()) and self._mark != found:
+            raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
         self._deadline = None if minutes is None else time.time() + 60 * minutes
         self.bench = Bench(plan, model or _name_model(plan), out, choose_device(device))
         self.parts = {
@@ -82,8 +84,8 @@ class Experiment:
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if self.plan.packaged:
-            self._mark.touch()
+        if self._mark != "trained":
+            (self.out / self._mark).touch()
         console = Console(stderr=True)
         units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
         deadline = self._deadline

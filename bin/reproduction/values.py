@@ -44,5 +44,6 @@ class PrunedValues(Masked):
         widths = self.value_widths.tolist()
         chunk = choose_value_chunk(widths, self.channel_masks.shape[-1])
         for layer, own in zip(cache.pruned_layers, widths, strict=True):
-            layer.layout = replace(layer.layout, value_widths=tuple(own), value_chunk_size=chunk)
+            sizes = {"chunk_size": min(chunk, layer.layout.chunk_size), "value_chunk_size": chunk}
+            layer.layout = replace(layer.layout, value_widths=tuple(own), **sizes)  # as kernels take them
         return model, cache

@@ -1,7 +1,7 @@
 """Pruned V on real models, beside K by the package's masks: answers and text, and what fewer bits cost.
 
-The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it; texts of
-that kind are therefore none. The dense model is the folded one.
+The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it: of the
+texts, the documentation is what it has seen. The dense model is the folded one.
 """
 
 from __future__ import annotations

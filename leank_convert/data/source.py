@@ -111,7 +111,7 @@ class SampleSource:
         return torch.tensor(encoded["input_ids"])
 
     def check(self) -> None:
-        """Draw every task at the shortest length, and text, so that what cannot be drawn is refused at once.
+        """Draw every task at the shortest length, and named text: what cannot be drawn is refused at once.
 
         Raises:
             LeanKError: As `draw`; names the length that leaves room. Also for a chat template that cuts long

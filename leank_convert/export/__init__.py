@@ -152,7 +152,7 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    asked = locals()  # the attributes of a request are these parameters, but for what it is stored by
+    asked = dict(locals())  # the attributes of a request are these parameters, but for what it is stored by
     stored = {name: asked.pop(name) for name in ("kv_dtype", "kv_scales", "try_cache")}
     request = ExportRequest(**{**asked, "out": user_path(out)})
     return write_export(resolve_export(request), **stored)

@@ -129,7 +129,8 @@ class Forecast:
             cache = BytesPerToken(**sizes)
             kept = f"K {decimal(cache.key_pruned)} + V {decimal(cache.value_pruned)}"
             asked = f"less {ratio} of K and {self.recipe.value_pruning_ratio:g} of V"
-            yield "cache", f"a pruned token {asked}: {kept}, at least {cache.saved:.1%} saved"
+            least = "at least" if self.recipe.rounding == "budget" else "about"
+            yield "cache", f"a pruned token {asked}: {kept}, {least} {cache.saved:.1%} saved"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
         size = {name: decimal(count) for name, count in self.memory.items() if count is not None}
         yield (

@@ -28,7 +28,7 @@ from leank_convert.train.split_attention import Pair, StoredContext
 from leank_convert.value_weights import digest_values
 from leank_convert.windows import Windows
 
-# Of tasks and of text by turns: a basis of one kind alone costs two to five times as much on others.
+# Of tasks and of text by turns: a basis of other kinds than are read costs several times as much.
 NUM_CONTEXTS = 8
 _NUM_QUERIES = 512
 _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
@@ -144,7 +144,7 @@ def _draw(samples: SampleSource, place: int) -> Tensor:
     """A context's tokens [N]: a prompt of the tasks, or at every other place text, where there is some."""
     if place % 2 and samples.has_text:
         return samples.draw_text(place)
-    return samples.draw(place).prompt_ids()
+    return samples.draw(place // 2 if samples.has_text else place).prompt_ids()  # tasks in turn
 
 
 class _Moments:

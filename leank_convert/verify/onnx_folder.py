@@ -293,11 +293,12 @@ def _fold(stock: Any, source: _Source, basis: Tensor) -> None:
     """Fold a basis of V [L, H_kv, D, D] into a model's weights, rounded as an export rounds them."""
     checkpoint, facts = open_checkpoint(source.folder), source.facts
     order = [range(facts.num_key_value_heads)] * len(facts.layers)
+    weights = dict(stock.named_parameters())
     for name, edit in plan_edits(checkpoint, facts, order, basis).items():
-        if edit.bases is None:
+        stored = checkpoint.find(name)
+        if edit.bases is None or stored is None or name not in weights:  # the class may lack a bias
             continue
-        stored, weight = checkpoint.find(name), stock.get_parameter(name).data
-        assert stored is not None
+        weight = weights[name].data
         for block, own in zip(weight.chunk(len(edit.bases), edit.dim), edit.bases, strict=True):
             if own is not None:
                 block.copy_(fold(block, own, edit.dim).to(DTYPES[stored.dtype]))

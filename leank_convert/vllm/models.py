@@ -73,8 +73,10 @@ class _LeanKForCausalLM:
         attention = vllm_config.attention_config
         asked = attention.backend_per_kind
         attention.backend_per_kind = {**asked, "full_attention": AttentionBackendEnum[BACKEND]}
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        attention.backend_per_kind = asked
+        try:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        finally:
+            attention.backend_per_kind = asked
         self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         self._source = vllm_config.model_config.model, {"revision": vllm_config.model_config.revision}
         family = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)]

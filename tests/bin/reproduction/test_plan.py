@@ -130,11 +130,16 @@ def test_packaged_masks_stand_in_for_those_of_leank_at_every_ratio(tmp_path, nam
     assert f"main setting: packaged masks {stem}-50" in experiment.describe()[2]
 
 
-def test_trained_and_packaged_masks_answer_in_folders_of_their_own(tmp_path):
-    trained, packaged = (make_plan("smollm2", quick=False, on_gpu=True, packaged=p) for p in (False, True))
-    for first, second, found in ((trained, packaged, "trained"), (packaged, trained, "packaged")):
+def test_trained_and_packaged_masks_and_pruned_v_answer_in_folders_of_their_own(tmp_path):
+    flags = {"by trained masks": "on_gpu", "by packaged masks": "packaged", "with V pruned": "values"}
+    plans = {
+        found: make_plan("smollm2", **{"quick": False, "on_gpu": True, flag: True})
+        for found, flag in flags.items()
+    }
+    for found, plan in plans.items():
         out = tmp_path / found
-        Experiment(out, first, "testbed", device="cpu", minutes=0).run()
-        Experiment(out, first, "testbed", device="cpu", minutes=0)
-        with pytest.raises(LeanKError, match=f"holds answers by {found} masks"):
-            Experiment(out, second, "testbed", device="cpu")
+        Experiment(out, plan, "testbed", device="cpu", minutes=0).run()
+        Experiment(out, plan, "testbed", device="cpu", minutes=0)
+        for other in plans.keys() - {found}:
+            with pytest.raises(LeanKError, match=f"holds answers {found}"):
+                Experiment(out, plans[other], "testbed", device="cpu")
