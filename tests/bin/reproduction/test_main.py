@@ -101,5 +101,7 @@ def test_a_ratio_that_is_not_packaged_is_refused_before_anything_is_made(tmp_pat
     result = CliRunner().invoke(main, [str(tmp_path / "out"), "--device", "cpu", "--packaged", "--quick"])
     assert (result.exit_code, result.stdout) == (2, "")
     told = "error: no packaged mask of `testbed` was made for a pruning ratio of 0.9; there is one for 0.7\n"
-    assert result.stderr == f"{told}hint: leave `--packaged` out, and masks are trained\n"
+    assert (
+        result.stderr == f"{told}hint: masks are trained where neither `--packaged` nor `--values` is given\n"
+    )
     assert not (tmp_path / "out").exists()

@@ -50,7 +50,9 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     assert "2 h 00 min with 2 processes, at 1.50 s a context of 57,792 tokens" in text
     values = forecast_llama("pruning_ratio=[0.5, 0.7]", "value_pruning_ratio=0.5", seconds_per_context=8.0)
     text = " ".join(values.render().split())
-    assert "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB, at least 60.0% saved" in text
+    assert "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB, about 60.0% saved" in text
+    exact = " ".join(forecast_llama("rounding=budget", seconds_per_context=8.0).render().split())
+    assert ", at least " in exact
     assert "then about 1 min to measure the basis of V" in text
     assert values.to_dict()["bytes_per_token"]["0.5"]["value_pruned"] == 32768
     for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
