@@ -14,7 +14,7 @@ from .constants_leank import Constants
 from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
 from .layer_leank import LeanKLayer
-from .layout_leank import ChunkLayout, choose_chunk_size, choose_value_chunk
+from .layout_leank import cut_layers
 from .memory_leank import CacheMemory
 from .parts_leank import load_part
 from .rows_leank import RowState
@@ -64,9 +64,7 @@ class LeanKCache(Cache):
         mode = settings.windows.prune if prune is None else check_prune(prune, "`prune`")
         self.rows = RowState(**settings.windows.sizes, prune=mode)
         self.graph = DecodeGraph(use_graphs)
-        value_widths = settings.value_widths or [None] * len(settings.widths)
-        value_chunk = choose_value_chunk(settings.value_widths, settings.head_dim)
-        sizes = settings.head_dim, choose_chunk_size(settings.widths, settings.head_dim, value_chunk)
+        layouts = cut_layers(settings.widths, settings.value_widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
         given = [Constants()] * len(settings.widths) if constants is None else constants
         if settings.has_key_mean and any(own.key_mean is None for own in given):
@@ -76,11 +74,9 @@ class LeanKCache(Cache):
             )
         self.set_layers(
             [
-                LeanKLayer(
-                    layer_idx, mask, ChunkLayout(kept, *sizes, values, value_chunk), self.rows, kv_dtype, own
-                )
-                for layer_idx, mask, kept, values, own in zip(
-                    settings.layers, settings.channel_masks, settings.widths, value_widths, given, strict=True
+                LeanKLayer(layer_idx, mask, layout, self.rows, kv_dtype, own)
+                for layer_idx, mask, layout, own in zip(
+                    settings.layers, settings.channel_masks, layouts, given, strict=True
                 )
             ],
             {},

@@ -1,8 +1,7 @@
-"""Decode kernel launch: compiled for a device and a shape, registered as torch operators."""
+"""Decode kernels of one device, dtype and shape: compiled, and launched by torch operators."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from dataclasses import replace
@@ -20,18 +19,14 @@ from .kernel_key_leank import (
     num_parts,
     plan_tiles,
 )
+from .operators_leank import NUM_TENSORS, append, attend, registered
 from .parts_leank import load_part
 from .stored_leank import StoreTensors
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
 _MAX_PARTS = 4  # as in kernel_product_leank
-
-# Operators are named after this module: two checkpoints in one process are two modules, kernels apart.
-_LIBRARY = f"leank_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
-
-
-_kernels: list[DecodeKernels] = []  # operators name kernels by their place here
+_NUM_MEMORY = StoreTensors._fields.index("key_mean")  # behind what the memory is are constants
 
 
 class DecodeKernels:
@@ -88,8 +83,8 @@ class DecodeKernels:
             self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
         self._products = dict(zip(self._steps, glue, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
-        self._handle = len(_kernels)
-        _kernels.append(self)
+        self._handle = len(registered)
+        registered.append(self)
         self.seconds = time.perf_counter() - started
 
     def _make_placeholders(self) -> None:
@@ -160,7 +155,7 @@ class DecodeKernels:
             seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
             valid: Columns that are no padding `[B, d]`, bool; None if all are.
         """
-        _append(self._handle, keys, values, *store[:_NUM_TENSORS], seen, valid)
+        append(self._handle, keys, values, *store[:NUM_TENSORS], seen, valid)
 
     def attend(
         self,
@@ -193,10 +188,10 @@ class DecodeKernels:
         Returns:
             `[B, H, d, D]`; columns of padding hold numbers without meaning.
         """
-        output: torch.Tensor = _attend(
+        output: torch.Tensor = attend(
             self._handle,
             query,
-            *store[:_NUM_TENSORS],
+            *store[:NUM_TENSORS],
             seen,
             pruned,
             plan,
@@ -351,7 +346,7 @@ class DecodeKernels:
             )
         return Product(parts, steps, stretch)
 
-    def _launch_append(
+    def launch_append(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -359,6 +354,7 @@ class DecodeKernels:
         seen: torch.Tensor,
         valid: torch.Tensor | None,
     ) -> None:
+        """Append as the operator is asked to."""
         with torch.cuda.device(keys.device):
             self._append(
                 keys.contiguous(),
@@ -369,7 +365,7 @@ class DecodeKernels:
                 self._flags(valid),
             )
 
-    def _launch_attend(
+    def launch_attend(
         self,
         query: torch.Tensor,
         store: StoreTensors,
@@ -380,6 +376,7 @@ class DecodeKernels:
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Attend as the operator is asked to."""
         assert (sinks is not None) == self.key.has_sinks
         beside = self._no_sinks
         if sinks is not None:
@@ -449,47 +446,5 @@ class DecodeKernels:
 
 
 def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
-    made = (kernels for kernels in _kernels if kernels.key == key and kernels.generic == generic)
+    made = (kernels for kernels in registered if kernels.key == key and kernels.generic == generic)
     return next(made, None) or DecodeKernels(key, generic=generic)
-
-
-# torch's operators take tensors one by one: this is the one place where the store's are written out. Behind
-# what the memory is are constants, and what no kernel takes.
-_NUM_TENSORS = StoreTensors._fields.index("coded")
-_NUM_MEMORY = StoreTensors._fields.index("key_mean")
-
-
-@torch.library.custom_op(
-    f"{_LIBRARY}::append",
-    mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
-    schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
-    "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
-    "Tensor page_table, Tensor window_table, Tensor? key_mean, Tensor? key_scale, Tensor? value_scale, "
-    "Tensor seen, Tensor? valid) -> ()",
-)
-def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
-    store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
-    _kernels[kernels]._launch_append(keys, values, store, *rest)
-
-
-@torch.library.custom_op(
-    f"{_LIBRARY}::attend",
-    mutates_args=(),
-    schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
-    "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor page_table, Tensor window_table, "
-    "Tensor? key_mean, Tensor? key_scale, Tensor? value_scale, Tensor seen, Tensor pruned, Tensor plan, "
-    "int sink_size, float softmax_scale, Tensor? sinks=None) -> Tensor",
-)
-def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
-    store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
-    return _kernels[kernels]._launch_attend(query, store, *rest)
-
-
-@_append.register_fake
-def _append_nothing(*arguments: object) -> None:
-    return None
-
-
-@_attend.register_fake
-def _shape_of_output(kernels: int, query: torch.Tensor, *arguments: object) -> torch.Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ first ones and their order is V's own; where V is whole, a head's D channels are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -210,36 +210,32 @@ def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return taken.view(*states.shape[:2], *index.shape[1:])
 
 
-def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int, value_chunk: int | None = None) -> int:
-    """Choose one chunk size for all layers of a model, so that one compiled kernel can serve them.
+def cut_layers(
+    widths: Sequence[Sequence[int]], value_widths: Sequence[Sequence[int]] | None, head_dim: int
+) -> tuple[ChunkLayout, ...]:
+    """Cut all layers of a model into chunks of one size of K, E, and one of V, F: one kernel can serve them.
 
-    32 where every width is a multiple of 32, else 16; heads of fewer than 64 channels take a quarter of
-    a head instead, so that a toy model still stores less than a dense one; no more than a chunk of V has.
+    F divides all widths of V, and is half a head at most where some of it may be dropped. E is 32 where every
+    width of K is a multiple of 32, else 16, but no larger than F. Heads of fewer than 64 channels take a
+    quarter of a head instead, so that a toy model still stores less than a dense one.
 
     Args:
-        widths: Kept channels per layer and head.
+        widths: Kept channels of K per layer and head.
+        value_widths: Those of V, None: all of heads that keep some of K.
         head_dim: D.
-        value_chunk: Channels of a chunk of V, F; None: D.
     """
+    value_chunk = head_dim
+    if value_widths is not None:
+        divisor = math.gcd(head_dim, *(width for layer in value_widths for width in layer))
+        value_chunk = min(divisor, head_dim // 2)
     aligned = all(width % 32 == 0 for layer in widths for width in layer)
-    largest = 32 if aligned and head_dim >= 64 else min(16, max(1, head_dim // 4))
-    largest = min(largest, value_chunk or head_dim)
-    return next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)
-
-
-def choose_value_chunk(value_widths: Sequence[Sequence[int]] | None, head_dim: int) -> int:
-    """Choose one chunk size of V for all layers of a model: the largest that divides all widths.
-
-    One chunk a head says that V is whole: a head that drops some has two at least.
-
-    Args:
-        value_widths: Kept channels of V per layer and head; None: all.
-        head_dim: D.
-    """
-    if value_widths is None:
-        return head_dim
-    size = math.gcd(head_dim, *(width for layer in value_widths for width in layer))
-    return size if size < head_dim else head_dim // 2
+    largest = min(32 if aligned and head_dim >= 64 else min(16, max(1, head_dim // 4)), value_chunk)
+    chunk_size = next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)
+    every: Sequence[Sequence[int] | None] = value_widths or [None] * len(widths)
+    return tuple(
+        ChunkLayout(tuple(own), head_dim, chunk_size, None if values is None else tuple(values), value_chunk)
+        for own, values in zip(widths, every, strict=True)
+    )
 
 
 def choose_value_multiple(head_dim: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leank_convert._runtime.layout_leank import choose_value_chunk
+from leank_convert._runtime.layout_leank import cut_layers
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import Masked
@@ -41,9 +41,8 @@ class PrunedValues(Masked):
         cache: Any
         model, cache = super().start(prefill)
         assert self.value_widths is not None and self.channel_masks is not None
-        widths = self.value_widths.tolist()
-        chunk = choose_value_chunk(widths, self.channel_masks.shape[-1])
-        for layer, own in zip(cache.pruned_layers, widths, strict=True):
-            sizes = {"chunk_size": min(chunk, layer.layout.chunk_size), "value_chunk_size": chunk}
-            layer.layout = replace(layer.layout, value_widths=tuple(own), **sizes)  # as kernels take them
+        kept = self.channel_masks.sum(-1).tolist()
+        layouts = cut_layers(kept, self.value_widths.tolist(), self.channel_masks.shape[-1])
+        for layer, layout in zip(cache.pruned_layers, layouts, strict=True):
+            layer.layout = layout
         return model, cache

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size, choose_value_chunk
+from leank_convert._runtime.layout_leank import ChunkLayout, cut_layers
 
 BLOCK_SIZE = 64
 """Tokens of a kept page where none are asked for: a tile of the decode kernels."""
@@ -161,13 +161,7 @@ class ModelPages:
     @cached_property
     def layers(self) -> tuple[ChunkLayout, ...]:
         """How the channels of every layer's heads are cut, as in the checkpoint's own runtime."""
-        value_chunk = choose_value_chunk(self.value_widths, self.head_dim)
-        sizes = self.head_dim, choose_chunk_size(self.widths, self.head_dim, value_chunk)
-        values = self.value_widths or [None] * len(self.widths)
-        return tuple(
-            ChunkLayout(widths, *sizes, own, value_chunk)
-            for widths, own in zip(self.widths, values, strict=True)
-        )
+        return cut_layers(self.widths, self.value_widths, self.head_dim)
 
     def layout(self, rank: int, stage: tuple[int, int]) -> PageLayout:
         """Pages of a rank in a stage."""

@@ -34,10 +34,10 @@ class CpuKernels(DecodeKernels):
         self._make_placeholders()
 
     def append(self, *arguments):
-        self._launch_append(*arguments)
+        self.launch_append(*arguments)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
-        return self._launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
+        return self.launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
 
 
 def compiled_when_called(make, *arguments):

@@ -11,7 +11,7 @@ from runtime.constants_leank import Constants
 from runtime.decode_kernels_leank import DecodeKernels
 from runtime.fp8_leank import as_bytes, quantise
 from runtime.kernel_key_leank import TILE
-from runtime.layout_leank import ChunkLayout, choose_value_chunk, order_channels
+from runtime.layout_leank import ChunkLayout, cut_layers, order_channels
 from runtime.reference_leank import attend_naively
 from runtime.stored_leank import StoreTensors
 from tests.runtime.stand_ins import PlainKernels
@@ -104,8 +104,8 @@ def make_case(
     num_heads, head_dim = channel_mask.shape
     batch_size, device = len(rows), torch.device(device)
     widths = tuple(int(width) for width in channel_mask.sum(-1))
-    value_chunk = choose_value_chunk(value_widths and [value_widths], head_dim)
-    layout = ChunkLayout(widths, head_dim, chunk_size, value_widths, value_chunk)
+    (layout,) = cut_layers([widths], value_widths and [value_widths], head_dim)
+    layout = replace(layout, chunk_size=chunk_size)
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def make_case(
         chunks = index[0, num_kept:] if in_window else index[0, :num_kept]
         keys = random(num_pages, len(chunks), page_size, chunk_size)
         keys.masked_fill_((chunks < 0)[None, :, None, :], 0)
-        for pool in (keys, random(num_pages, len(values), page_size, value_chunk)):
+        for pool in (keys, random(num_pages, len(values), page_size, layout.value_chunk)):
             pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan)
             memory.append(pool if cache_dtype is None else quantise(pool, torch.tensor(2.0**-6)))
         tables.append(table.to(device))

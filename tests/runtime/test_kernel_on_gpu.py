@@ -16,7 +16,7 @@ from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
 from runtime.find_kernels_leank import find_kernels  # noqa: E402
 from runtime.fp8_leank import FP8  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
-from runtime.layout_leank import choose_chunk_size, choose_value_chunk  # noqa: E402
+from runtime.layout_leank import cut_layers  # noqa: E402
 from runtime.self_check_leank import disagreement  # noqa: E402
 from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 
@@ -39,6 +39,11 @@ MASKS = [
 ][:2]
 
 
+def layout_of(mask, values=None):
+    """How a layer of these channels is cut, by the widths of V that are pruned."""
+    return cut_layers([mask.sum(-1).tolist()], values and [values], mask.shape[1])[0]
+
+
 def kernels_for(
     mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, cache_dtype=None, values=None
 ):
@@ -55,7 +60,7 @@ def kernels_for(
         num_columns=num_columns,
         load_tokens=load_tokens,
         cache_dtype=cache_dtype,
-        value_chunk=choose_value_chunk(values and [values], mask.shape[1]),
+        value_chunk=layout_of(mask, values).value_chunk,
     )
 
 
@@ -67,8 +72,7 @@ def check(
 
     A cache of FP8 is taken for the numbers that it stores, and new tokens must be stored as torch does it.
     """
-    value_chunk = choose_value_chunk(values and [values], mask.shape[1])
-    chunk_size = choose_chunk_size([[int(w) for w in mask.sum(-1)]], mask.shape[1], value_chunk)
+    chunk_size = layout_of(mask, values).chunk_size
     load_tokens = min(64, *(size & -size for size in page_sizes))
     kernels = kernels or kernels_for(
         mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype, values
@@ -326,7 +330,7 @@ def test_the_body_for_older_gpus_agrees_too():
         )
         kernels = DecodeKernels(key, generic=True)
         assert disagreement(kernels) < 2 * torch.finfo(torch.bfloat16).eps
-        if chunk_size == choose_chunk_size([[int(w) for w in mask.sum(-1)]], head_dim):
+        if chunk_size == layout_of(mask).chunk_size:
             check(mask, 4, torch.bfloat16, kernels=kernels)
 
 

@@ -7,9 +7,8 @@ import torch
 
 from runtime.layout_leank import (
     ChunkLayout,
-    choose_chunk_size,
-    choose_value_chunk,
     choose_value_multiple,
+    cut_layers,
     order_channels,
 )
 from tests.tiny_families import random_mask
@@ -44,19 +43,27 @@ def test_every_channel_has_one_lane(widths, chunk_size):
     ],
 )
 def test_the_chunk_size_is_as_large_as_the_widths_allow(widths, head_dim, expected):
-    assert choose_chunk_size(widths, head_dim) == expected
+    assert {layout.chunk_size for layout in cut_layers(widths, None, head_dim)} == {expected}
 
 
-def test_a_chunk_of_v_is_a_head_unless_some_of_it_can_be_dropped():
-    assert choose_value_chunk(None, 128) == 128
-    assert choose_value_chunk([[0, 128], [64, 64]], 128) == 64
-    assert choose_value_chunk([[0, 128]], 128) == 64
-    assert choose_value_chunk([[32, 64], [0, 96]], 96) == 32
-
-
-def test_a_chunk_of_k_is_no_larger_than_one_of_v():
-    assert choose_chunk_size([[0, 32]], 64, 16) == 16
-    assert choose_chunk_size([[0, 32]], 128, 64) == 32
+@pytest.mark.parametrize(
+    ("values", "head_dim", "expected"),
+    [
+        (None, 128, (32, 128)),
+        ([[0, 128], [64, 64]], 128, (32, 64)),
+        ([[0, 128], [0, 0]], 128, (32, 64)),
+        ([[32, 64], [0, 96]], 96, (32, 32)),
+        ([[16, 0], [32, 48]], 64, (16, 16)),
+    ],
+)
+def test_a_chunk_of_v_is_a_head_unless_some_of_it_can_be_dropped_and_none_of_k_is_larger(
+    values, head_dim, expected
+):
+    layouts = cut_layers([[0, 32], [64, 64]], values, head_dim)
+    assert {(layout.chunk_size, layout.value_chunk) for layout in layouts} == {expected}
+    assert [layout.value_widths for layout in layouts] == [
+        values and tuple(own) for own in values or (None, None)
+    ]
 
 
 @pytest.mark.parametrize(

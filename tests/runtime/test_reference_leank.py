@@ -10,7 +10,7 @@ import torch
 
 from leank_convert.vllm.attention import view_tables
 from runtime.constants_leank import centre
-from runtime.layout_leank import choose_chunk_size
+from runtime.layout_leank import cut_layers
 from runtime.pruned_attention_leank import decode_attention
 from runtime.turns_leank import attend_turn
 from tests.runtime.decode_cases import make_case
@@ -30,8 +30,8 @@ def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change)
     new = [columns] * len(rows) if valid is None else valid.sum(1).tolist()
     case = make_case(
         random_masks(widths, D), [(row[0] + count, *row[1:]) for row, count in zip(rows, new, strict=True)],
-        chunk_size=choose_chunk_size([widths], D), num_groups=groups, sink_size=SINK, dtype=dtype,
-        device=torch.device("cpu"), num_columns=columns, page_sizes=(16, 8), **change,
+        chunk_size=cut_layers([widths], None, D)[0].chunk_size, num_groups=groups, sink_size=SINK,
+        dtype=dtype, device=torch.device("cpu"), num_columns=columns, page_sizes=(16, 8), **change,
     )  # fmt: skip
     return replace(case, store=case.store.map_memory(lambda pool: pool.nan_to_num(1e4)))
 

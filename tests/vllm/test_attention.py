@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
-from leank_convert._runtime.layout_leank import (
-    ChunkLayout,
-    choose_chunk_size,
-    choose_value_chunk,
-    order_channels,
-)
+from leank_convert._runtime.layout_leank import cut_layers, order_channels
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import (
@@ -29,8 +24,7 @@ def make_store(widths, is_fp8=False, value_widths=None):
     """A pool of used pages for three rows, nothing written."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
-    value_chunk = choose_value_chunk(value_widths and [value_widths], HEAD_DIM)
-    layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM), value_widths, value_chunk)
+    (layout,) = cut_layers([widths], value_widths and [value_widths], HEAD_DIM)
     numbers = numbers_of(layout)
     pools = [
         torch.full((20, 1, size, count + 4), 1e3).flatten(1)[:, : size * count].unflatten(1, (1, size, count))

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import tilelang
 from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import as_bytes, quantise
 from leank_convert._runtime.kernel_leank import KernelShape
-from leank_convert._runtime.layout_leank import ChunkLayout, choose_value_chunk, order_channels
+from leank_convert._runtime.layout_leank import cut_layers, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
@@ -55,8 +56,8 @@ def no_device_to_choose(monkeypatch):
 def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True, value_widths=None):
     """A pool of used pages whose tables name them in no order; nothing is written."""
     generator = torch.Generator().manual_seed(0)
-    value_chunk = choose_value_chunk(value_widths and [value_widths], D)
-    layout = ChunkLayout(widths, D, 16, value_widths, value_chunk)
+    (layout,) = cut_layers([widths], value_widths and [value_widths], D)
+    layout = replace(layout, chunk_size=16)
     mask = torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
     pools = []
     for page_size, chunks, values in zip(
@@ -65,7 +66,7 @@ def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True, 
         (layout.kept_value_index, layout.dropped_value_index),
         strict=True,
     ):
-        rows = ((chunks, 16), (len(values), value_chunk))
+        rows = ((chunks, 16), (len(values), layout.value_chunk))
         pools += [torch.full((num_pages, count, page_size, size), 3.0) for count, size in rows]
     if is_fp8:
         pools = [quantise(pool, torch.tensor(1.0)) for pool in pools]

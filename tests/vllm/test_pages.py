@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
+from leank_convert._runtime.layout_leank import ChunkLayout, cut_layers
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.mask import load_mask
 from leank_convert.masks import find_by_name
@@ -134,4 +134,4 @@ def test_views_of_layers_share_no_number_and_leave_none_out(value_widths):
             view += 1
     for pool in pools:
         assert pool.eq(1).all()
-    assert choose_chunk_size(widths, 16) == 4
+    assert cut_layers(widths, None, 16)[0].chunk_size == 4
