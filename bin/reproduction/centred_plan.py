@@ -23,7 +23,7 @@ from bin.reproduction.plan import (
     singles,
 )
 
-_RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
+RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
 NO_SAMPLES = "held_out_samples=0"
 _ROUNDS_BEFORE_OTHERS = 1
@@ -146,7 +146,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
     cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
     others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
     rounds = tuple(Round(count, singles(main)) for count in sizes.rounds)
-    ruler = Part("ruler", _RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
+    ruler = Part("ruler", RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
     return Plan(
         title="Centred keys on Qwen2.5-Coder-1.5B-Instruct",
         recipe="qwen2.5-coder-1.5b-instruct",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bin.reproduction.centred_plan import GATES, HEADS, NO_SAMPLES
+from bin.reproduction.centred_plan import CENTRED, GATES, HEADS, NO_SAMPLES, RULER_SEED
 from bin.reproduction.plan import (
     DENSE,
     MAIN,
@@ -25,24 +25,18 @@ from bin.reproduction.plan import (
     singles,
 )
 
-_RULER = (
-    "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
-    "niah_multiquery", "vt", "fwe",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ValueSizes:
-    """How much is done."""
+    """How much is done: the prompts and texts that other caches are asked, unless said."""
 
     recipe: str
-    seed: int = 7_000_000  # of the prompts that other caches were asked, too
-    tasks: tuple[str, ...] = _RULER
-    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    rounds: tuple[int, ...] = (32, 64, 100)  # prompts of a cell that are answered by then
-    text_tokens: tuple[int, ...] = (4000, 12000)  # of a text, before those that are fed
-    num_fed: int = 128
-    num_texts: int = 6  # of each kind
+    tasks: tuple[str, ...] = CENTRED.tasks
+    lengths: tuple[int, ...] = CENTRED.lengths
+    rounds: tuple[int, ...] = CENTRED.rounds
+    text_tokens: tuple[int, ...] = CENTRED.text_tokens
+    num_fed: int = CENTRED.num_fed
+    num_texts: int = CENTRED.num_texts
     batch_tokens: int = 2**17
     overrides: tuple[str, ...] = ()
     gate_overrides: tuple[str, ...] = ()  # of the run that trains gates of heads
@@ -96,7 +90,7 @@ def make_values_plan(sizes: ValueSizes, packaged: bool = True) -> Plan:
             MAIN: Run((), (0.7, 0.8)),
             HEADS: Run((f"method={HEADS}", *GATES, *sizes.gate_overrides, NO_SAMPLES), (0.7,)),
         },
-        parts=(Part("ruler", sizes.seed, cells, rounds, 0.2),),
+        parts=(Part("ruler", RULER_SEED, cells, rounds, 0.2),),
         tables=(Table("RULER's tasks", "ruler", by_name([*main, heads])),),
         batch_tokens=sizes.batch_tokens,
         pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),

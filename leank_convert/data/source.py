@@ -94,16 +94,17 @@ class SampleSource:
     def draw_text(self, index: int) -> Tensor:
         """Draw text alone, as it is, from a random place: ids [N], as many as of a sample.
 
-        It is the text that the recipe names, else Python's documentation, which every Python has.
+        It is the text that the recipe names, else the documentation that comes with Python.
 
         Raises:
             LeanKError: If it cannot be read.
         """
         rng = random.Random(f"{self.seed}/text/{index}")
         length = rng.randint(self.data.min_length, self.data.max_length)
-        text = self.haystack.text
         if self.data.haystack.source is None:
             text = "\n\n".join(topics[name] for name in sorted(topics))
+        else:
+            text = self.haystack.text
         size = _LETTERS_OF_TOKEN * length
         place = rng.randrange(len(text))
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]
