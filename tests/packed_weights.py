@@ -36,10 +36,6 @@ def in_order(num_inputs):
     return (torch.arange(num_inputs) // GROUP).int()
 
 
-def one_group(num_inputs):
-    return torch.zeros(num_inputs).int()
-
-
 def by_activation(num_inputs):
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
     return in_order(num_inputs)[order]
@@ -191,11 +187,9 @@ def four_bits():
 
 FORMATS = {
     "GPTQ": lambda: gptq(in_order, desc_act=False),
-    "GPTQ, one group": lambda: gptq(one_group, desc_act=False),
     "GPTQ in the order of activations": lambda: gptq(by_activation, desc_act=True),
     "AWQ": awq,
     "compressed-tensors": lambda: compressed(in_order),
-    "compressed-tensors, one group": lambda: compressed(one_group),
     "compressed-tensors in the order of activations": lambda: compressed(by_activation),
     "compressed-tensors by the library": lambda: compressed_by_library(
         "pack-quantized", scales_of_int4, strategy="group"

@@ -57,16 +57,6 @@ def copied(source, target):
     return json.loads((target / "tokenizer_config.json").read_text())
 
 
-@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "TokenizersBackend", None])
-def test_a_class_chosen_by_the_model_type_is_named(named, source_model, tmp_path):
-    source = source_model("qwen2")
-    given = {"tokenizer_class": named, "model_max_length": 77} if named else {"model_max_length": 77}
-    write_tokenizer(source, **given)
-    assert copied(source, tmp_path / "out") == {**given, "tokenizer_class": "Qwen2Tokenizer"}
-    (source / "tokenizer_config.json").unlink()
-    assert copied(source, tmp_path / "again") == {"tokenizer_class": "Qwen2Tokenizer"}
-
-
 @pytest.mark.parametrize(
     ("family", "named"),
     [

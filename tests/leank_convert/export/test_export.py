@@ -11,17 +11,13 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.runtime_files import PARTS, needed_parts, read_runtime_files
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, load_mask
-from leank_convert.verify import verify_checkpoint
 from tests.checks import facts_of, provenance_of
-
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def read_tensors(folder):
@@ -34,7 +30,7 @@ def shard_files(folder):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "shards"),
-    [*((family, "float32", True) for family in FAMILIES), ("llama", "bfloat16", False)],
+    [("llama", "float32", True), ("qwen3", "float32", True), ("qwen2", "bfloat16", False)],
 )
 def test_heads_move_as_one_and_everything_else_stays(
     family, dtype, shards, source_model, fitting_mask, tmp_path
@@ -78,8 +74,8 @@ def test_heads_move_as_one_and_everything_else_stays(
         assert after[name].dtype == before[name].dtype and after[name].equal(before[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_config_is_the_sources_with_the_leank_block(family, source_model, fitting_mask, tmp_path):
+def test_config_is_the_sources_with_the_leank_block(source_model, fitting_mask, tmp_path):
+    family = "qwen3"
     source = source_model(family)
     mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out", sink_size=4, recent_size=0, flush_size=1)
@@ -110,11 +106,7 @@ def test_config_is_the_sources_with_the_leank_block(family, source_model, fittin
         ("llama", {"kv_dtype": "int4", "kv_scales": None}, []),
         ("llama", {"kv_dtype": "fp8", "kv_scales": None}, ["kernel_fp8"]),
         ("gemma3_text", {"layers": [5]}, ["mixed_cache"]),
-        (
-            "gpt_oss",
-            {"layers": [1], "kv_dtype": "fp8", "kv_scales": None},
-            ["kernel_fp8", "mixed_cache", "sinks"],
-        ),
+        ("gpt_oss", {"layers": [1], "kv_dtype": "fp8"}, ["kernel_fp8", "mixed_cache", "sinks"]),
     ],
 )
 def test_a_checkpoint_carries_the_parts_that_its_config_needs(family, block, parts):
@@ -158,6 +150,7 @@ def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_mo
     source = source_model()
     config = read_json(source / "config.json")
     (source / "config.json").write_text(json.dumps({**config, "_name_or_path": str(source)}))
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
     paths = f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n"
     known = provenance_of(source, "owner/model", pruning_ratio_asked=0.5, width_multiple=4, recipe=paths)
     out = export_checkpoint(source, ChannelMask(ragged_mask(), None, known), tmp_path / "out", flush_size=2)
@@ -168,19 +161,8 @@ def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_mo
     recipe = "model: {id: .../llama-model}\ndata: {haystack: {source: '.../my text.txt'}}\n"
     card = (out / "README.md").read_text()
     assert "id: .../llama-model" in card and "source: .../my text.txt" in card
+    assert (ModelCard(card).data.license, ModelCard(card).data.base_model) == ("apache-2.0", "owner/model")
     assert load_mask(out / "channel_mask.safetensors").provenance == replace(known, recipe=recipe)
-
-
-def test_the_card_names_licence_and_base_model(source_model, fitting_mask, tmp_path):
-    source = source_model()
-    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
-    mask = fitting_mask(source)
-    out = export_checkpoint(source, mask, tmp_path / "out", base_model="owner/model")
-    found = ModelCard.load(out / "README.md").data
-    assert (found.license, found.base_model) == ("apache-2.0", "owner/model")
-    with pytest.raises(LeanKError, match=r"base model '..model' is not a valid name"):
-        export_checkpoint(source, mask, tmp_path / "other", base_model="./model")
-    assert not (tmp_path / "other").exists()
 
 
 def test_companions_travel_and_nothing_else(source_model, fitting_mask, tmp_path, caplog):
@@ -224,21 +206,3 @@ def test_equal_inputs_give_equal_folders(source_model, fitting_mask, tmp_path, s
     first, second = (snapshot(export_checkpoint(source, mask, tmp_path / name)) for name in ("a", "b"))
     assert first == second
     assert snapshot(export_checkpoint(source, mask, tmp_path / "a", overwrite=True)) == first
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-
-
-def test_overrides_are_written_and_bind_the_mask(source_model, fitting_mask, tmp_path):
-    source = source_model("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    overrides = {"rope_parameters": YARN, "max_position_embeddings": 2048}
-    first = export_checkpoint(source, fitting_mask(source), tmp_path / "a", config_overrides=overrides)
-    config = read_json(first / "config.json")
-    assert config["rope_parameters"] == {**YARN, "rope_theta": 1e6}
-    assert config["max_position_embeddings"] == 2048
-    assert config["leank"]["config_overrides"] == overrides
-    assert verify_checkpoint(first, source).ok
-    yarn_mask = load_mask(first / "channel_mask.safetensors")
-    with pytest.raises(LeanKError, match=r'"yarn"(?s:.)*"default"'):
-        export_checkpoint(source, yarn_mask, tmp_path / "b")
-    assert export_checkpoint(source, yarn_mask, tmp_path / "b", config_overrides=overrides).is_dir()

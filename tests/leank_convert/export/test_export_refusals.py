@@ -31,12 +31,9 @@ ATTENTION = "model.layers.1.self_attn."
 @pytest.mark.parametrize(
     ("family", "name", "expected"),
     [
-        ("llama", ATTENTION + "q_proj.weight", [96, 32]),
         ("llama", ATTENTION + "o_proj.weight", [32, 96]),
         ("qwen3", ATTENTION + "q_norm.weight", [6]),
         ("llama", "model.layers.2.mlp.down_proj.weight", [32, 48]),
-        ("qwen2", "model.embed_tokens.weight", [64, 32]),
-        ("mistral", "model.norm.weight", [32]),
     ],
 )
 def test_tensors_of_another_shape_are_named(
@@ -62,21 +59,14 @@ def test_weights_that_are_quantized_nobody_says_how_are_refused(
     refused(source, mask, tmp_path / "out", "is quantized (`compression_config`")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"use_cache": "yes"}, "Field 'use_cache' expected bool, got str"),
-        ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
-        ({"id2label": []}, "'list' object has no attribute 'items'"),
-    ],
-)
 def test_a_config_that_transformers_would_not_take_is_refused(
-    source_model, fitting_mask, edit_json, tmp_path, refused, changes, reason
+    source_model, fitting_mask, edit_json, tmp_path, refused
 ):
     source = source_model()
     mask = fitting_mask(source)
-    edit_json(source / "config.json", **changes)
-    assert reason in str(refused(source, mask, tmp_path / "out", "config.json` is refused by transformers: "))
+    edit_json(source / "config.json", use_cache="yes")
+    told = str(refused(source, mask, tmp_path / "out", "config.json` is refused by transformers: "))
+    assert "Field 'use_cache' expected bool, got str" in told
     with pytest.raises(LeanKError, match="is refused by transformers"):
         check_exportable(source, tmp_path / "out")
 
@@ -123,12 +113,8 @@ def test_another_mask_in_the_folder_is_not_lost(source_model, fitting_mask, tmp_
     (out / "leank").mkdir(parents=True)
     (out / "leank" / "log.jsonl").write_text("step\n")
     save_mask(trained, out / "channel_mask.safetensors")
-    refused(
-        source,
-        ChannelMask(torch.ones_like(trained.channel_mask)),
-        out,
-        "is another mask than the one to export",
-    )
+    other = ChannelMask(torch.ones_like(trained.channel_mask))
+    refused(source, other, out, "is another mask than the one to export")
     export_checkpoint(source, trained, out)
     assert (out / "leank" / "log.jsonl").read_text() == "step\n"
     assert verify_checkpoint(out, source).ok

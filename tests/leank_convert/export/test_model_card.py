@@ -12,7 +12,7 @@ from markdown import markdown
 from leank_convert.architectures import read_model_facts
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card, escaped
-from leank_convert.head_layout import BytesPerToken, count_cache_bytes
+from leank_convert.head_layout import count_cache_bytes
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
@@ -55,19 +55,6 @@ def card(name="owner/model", *, mask_model=None, about=None, **known):
     return build_model_card(
         name, ChannelMask(mask), provenance, FACTS, Windows(4, 16, 2), cache, element_bytes=2, **about or {}
     )
-
-
-def test_bytes_of_a_token_are_counted_by_head():
-    cache = count_cache_bytes([[8, 0], [0, 4]], 8, 2)
-    whole = {"key_window": 64, "value_window": 64}
-    assert cache == BytesPerToken(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32, **whole)
-    assert cache.saved == pytest.approx(1 - 56 / 128)
-    assert count_cache_bytes([[8, 8]], 8, 4).saved == 0
-    assert count_cache_bytes([[0, 0]], 8, 4).saved == 1
-    # In four bits, with two numbers of two bytes for every 32, kept and dropped ones apart.
-    cache = count_cache_bytes([[48, 0], [33, 80]], 80, 2, "int4")
-    assert (cache.key_pruned, cache.value_pruned) == (81 + (2 + 2 + 3) * 4, 120 + 9 * 4)
-    assert (cache.key_window, cache.value_window) == (160 + (7 + 1 + 3 + 2) * 4, 160 + 12 * 4)
 
 
 def test_the_card_says_what_was_pruned_and_what_it_saves():
@@ -144,15 +131,6 @@ def test_the_example_of_the_card_asks_more_than_the_window_holds(chats):
     exec("\n".join(code.splitlines()[5:7]), names)  # the notes, in words of at least one token
     assert len(names["notes"].split()) > 4 + 16
     compile(code, "card", "exec")
-
-
-def test_the_front_matter_names_nothing_that_is_not_known():
-    data = ModelCard(card()).data
-    assert data.to_dict() == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
-    }
 
 
 @pytest.mark.parametrize("name", ["owner/model", "a: b", "---\nlicense: mit\n---", "it's | <b>`\"\u2028x\0"])

