@@ -1,10 +1,13 @@
 """What tests of many rooms ask: a command's outcome, a checkpoint's failed checks, a model folder's facts."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
@@ -12,7 +15,8 @@ from leank_convert.cli import main
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json
+from leank_convert.files import read_json, sha256_of
+from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.value_weights import digest_values
 from leank_convert.verify import verify_checkpoint
@@ -73,6 +77,26 @@ def provenance_of(folder, model=None, **changes):
     """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
     given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}
     return MaskProvenance.for_model(model or folder.name, facts_of(folder), **given)
+
+
+def rewrite_mask(path, metadata=(), **tensors):
+    """Write a mask file again with other tensors and metadata; None takes one out."""
+    with safe_open(path, "pt") as file:
+        said = {**file.metadata(), **dict(metadata)}
+    kept = {name: tensor for name, tensor in {**load_file(path), **tensors}.items() if tensor is not None}
+    save_file(kept, path, {key: value for key, value in said.items() if value is not None})
+
+
+def say_in_block(out, key, value):
+    """Put a value into a checkpoint's `leank` block, None for no key; what `verify` then finds."""
+    config = read_json(out / "config.json")
+    leank = {**config["leank"], key: value}
+    if value is None:
+        del leank[key]
+    leank["files"] = {**leank["files"], MASK_FILE_NAME: sha256_of(out / MASK_FILE_NAME)}
+    (out / "config.json").write_text(json.dumps({**config, "leank": leank}))
+    bless(out)
+    return failed(out)
 
 
 def prune_values(mask, folder, **changes):

@@ -37,11 +37,10 @@ def rope_of(config):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
         {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 24},
         {"hidden_size": 4096, "num_attention_heads": 32},
     ],
-    ids=["plain", "explicit-head-dim", "defaults"],
+    ids=["explicit-head-dim", "defaults"],
 )
 def test_facts_are_those_of_the_config_class(row, keys):
     family = row.model_type
@@ -100,32 +99,20 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"num_hidden_layers": 10**9},
-            "`num_hidden_layers` is 1000000000, not a whole number from 1 to 4096",
-        ),
-        ({"num_key_value_heads": 3}, "8 is not a multiple of `num_key_value_heads` 3"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, not a whole number from 1"),
         (
             {"num_hidden_layers": 4096, "num_key_value_heads": 8, "head_dim": 4096},
             "more than 16777216 channels",
         ),
         ({"hidden_size": 65}, "The hidden size (65) is not a multiple"),
-        ({"head_dim": -1}, "`head_dim` is -1"),
-        ({"head_dim": 7}, "`head_dim` is 7, not even"),
         ({"max_position_embeddings": 10**400}, "`max_position_embeddings` is an integer of 1329 bits"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0, not a number from"),
         ({"dtype": "bfloat99"}, "`dtype` is 'bfloat99'"),
-        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', neither true nor false"),
         ({"layer_types": ["full_attention"]}, "`layer_types` is ['full_attention'], not a list of 2"),
         ({"compression_config": {"quant_method": "gptq"}}, "the model is quantized"),
         ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
-        ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', not an object"),
-        (
-            {"rope_parameters": {"rope_type": "spiral"}},
-            "`rope_type` is 'spiral', not one of default, linear,",
-        ),
-        ({"rope_parameters": {"rope_type": {}}}, "`rope_type` is {}, not a text"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "`rope_type` is 'spiral', not one of default,"),
         ({"rope_scaling": {"type": "linear"}}, "rope of type `linear` has no `factor`"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "`short_factor` is [1.0], not one positive"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "`high_freq_factor` is 1.0, not above"),
@@ -193,31 +180,20 @@ def test_overridden_rope_keeps_theta_and_drops_the_models_own_scaling(key, sourc
 @pytest.mark.parametrize(
     ("config", "overrides", "expected"),
     [
-        (
-            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            {"rope_theta": 5e6},
-            {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e6},
-        ),
-        (
-            {"rope_theta": 1e6, "rope_scaling": YARN},
-            {"rope_scaling": None},
-            {"rope_type": "default", "rope_theta": 1e6},
-        ),
+        # Theta alone keeps the scaling; a scaling may be taken away; a trained length is the model's.
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": YARN}, {"rope_scaling": None}, {"rope_type": "default"}),
         (
             {"max_position_embeddings": 4096},
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 16384},
-            {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 4096,  # the model's, not the overridden one
-            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
         ),
     ],
-    ids=["theta alone keeps the scaling", "scaling is taken away", "a trained length is the model's"],
 )
 def test_what_overrides_leave_of_rope(config, overrides, expected):
-    assert apply_config_overrides({**LLAMA, **config}, overrides)["rope_parameters"] == expected
+    given = {**LLAMA, "rope_theta": 1e4, **config}
+    found = apply_config_overrides(given, {"rope_theta": 5e6, **overrides})["rope_parameters"]
+    assert found == {**expected, "rope_theta": 5e6}
 
 
 def test_a_window_that_no_sequence_outgrows_may_be_left_out():
@@ -246,18 +222,12 @@ WEIGHTS = "the weights fix this key; it cannot be overridden"
     ("overrides", "message", "hint"),
     [
         ({"rope_theta": "fast"}, "config_overrides`: `rope_theta` is 'fast'", ""),
-        ({"rope_parameters": []}, "`config_overrides`: `rope_parameters` is [], not an object", ""),
         ({"layer_types": "full_attention"}, "`config_overrides.layer_types`: ", ""),
         ({"note": float("nan")}, "`config_overrides` cannot be written as JSON", ""),
         ({"num_hidden_layers": 3}, f"`config_overrides.num_hidden_layers`: {WEIGHTS}", "such as"),
         ({"leank": 3}, f"`config_overrides.leank`: {WEIGHTS}", ""),
-        ({"attn_implementation": 3}, f"`config_overrides.attn_implementation`: {WEIGHTS}", ""),
         ({"rope_thetaa": 1e6}, "`config_overrides.rope_thetaa`: ", "did you mean `rope_theta`?"),
-        (
-            {"rope_parameters": {**YARN, "factr": 2}},
-            "`config_overrides.rope_parameters.factr`: ",
-            "`rope_parameters.factor`?",
-        ),
+        ({"rope_parameters": {**YARN, "factr": 2}}, "rope_parameters.factr`: ", "`rope_parameters.factor`?"),
         ({"mine": 1}, "`config_overrides.mine`: ", "leave it out"),
     ],
     ids=str,

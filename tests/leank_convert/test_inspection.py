@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -35,15 +36,9 @@ def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path, mask):
     assert facts["heads_per_width"] == {"0": 8, "1": 2, "4": 1, "12": 1}
     assert facts["pruning_ratio"] == pytest.approx(1 - 18 / 144)
     assert facts["element_bytes"] == 2 and facts["element_bytes_assumed"]
-    assert facts["bytes_per_token"] == {
-        "key_dense": 288,
-        "value_dense": 288,
-        "key_pruned": 36,
-        "value_pruned": 96,
-        "key_window": 288,
-        "value_window": 288,
-        "saved": pytest.approx(1 - 132 / 576),
-    }
+    whole = dict.fromkeys(("key_dense", "value_dense", "key_window", "value_window"), 288)
+    pruned = {"key_pruned": 36, "value_pruned": 96, "saved": pytest.approx(1 - 132 / 576)}
+    assert facts["bytes_per_token"] == whole | pruned
     assert facts["model"] is None and facts["windows"] is None and facts["provenance"] is None
     text = render_inspection(facts)
     assert "2 (assumed)" in text and "asked: not known" in text
@@ -109,18 +104,20 @@ def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
-@pytest.mark.parametrize("value", [..., None, True, [[1, 2]]])
-@pytest.mark.parametrize("key", ["flush_size", "widths", "head_permutation", "pruning_ratio"])
 def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
-    key, value, tmp_path, mask, source_model, edit_json
+    tmp_path, mask, source_model, edit_json
 ):
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
-    block = {**read_json(out / "config.json")["leank"], key: value}
-    edit_json(out / "config.json", leank={name: item for name, item in block.items() if item is not ...})
-    message = rf"the `leank` block (lacks|has no) `{key}`" if value is ... else rf"`leank\.{key}` is "
-    with pytest.raises(LeanKError, match=message) as caught:
-        inspect_artifact(out)
-    assert "verify" in str(caught.value.hint)
+    whole = read_json(out / "config.json")["leank"]
+    for key, value in itertools.product(
+        ("flush_size", "widths", "head_permutation", "pruning_ratio"), (..., None, True, [[1, 2]])
+    ):
+        block = {name: item for name, item in {**whole, key: value}.items() if item is not ...}
+        edit_json(out / "config.json", leank=block)
+        message = rf"the `leank` block (lacks|has no) `{key}`" if value is ... else rf"`leank\.{key}` is "
+        with pytest.raises(LeanKError, match=message) as caught:
+            inspect_artifact(out)
+        assert "verify" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -207,37 +204,27 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "told"),
+    ("family", "told"),
     [
-        ("minimax_m2", OPTIONS["minimax_m2"], "vLLM serves no `minimax_m2` model with a LeanK cache"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
-            "what layers that are not pruned hold in vLLM's cache is not counted",
-        ),
+        ("minimax_m2", "vLLM serves no `minimax_m2` model with a LeanK cache"),
+        ("olmo3", "what layers that are not pruned hold in vLLM's cache is not counted"),
     ],
 )
 def test_requests_of_models_that_no_engine_serves_are_not_counted(
-    family, options, told, source_model, fitting_mask, tmp_path
+    family, told, source_model, fitting_mask, tmp_path
 ):
-    source = source_model(family, **options)
+    source = source_model(
+        family, **OPTIONS[family], **({"num_hidden_layers": 4} if family == "olmo3" else {})
+    )
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     with pytest.raises(LeanKError, match=told):
         inspect_artifact(out, Load(1 << 30, 8192))
 
 
 def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):
-    keys = {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_size": 128,
-        "num_local_experts": 4,
-        "sliding_window": 128,
-        "dtype": "bfloat16",
-    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+    keys = {"model_type": "gpt_oss", "num_hidden_layers": 4, **heads, "num_local_experts": 4}
+    keys |= {"sliding_window": 128, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     facts = inspect_artifact(tmp_path)
     assert facts["bytes_per_token"]["key_dense"] == 2 * 2 * 64 * 2  # of the two layers with full attention
@@ -259,15 +246,9 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):
     ("keys", "reason"),
     [
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
-        (
-            {"model_type": "gemma2", "sliding_window": 4096, "attn_logit_softcapping": 50.0},
-            "bends every logit",
-        ),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "bends every logit"),
         ({"model_type": "llava", "text_config": {"model_type": "gpt2"}}, "of a kind that is not converted"),
-        (
-            {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]},
-            "1 of its 2 layers",
-        ),
+        ({"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]}, "1 of its 2"),
         ({"model_type": {"llama": 1}}, "unknown architecture"),
     ],
 )

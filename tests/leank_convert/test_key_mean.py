@@ -3,21 +3,21 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json, sha256_of
+from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.report.mask_report import write_report
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
-from tests.checks import bless, failed, provenance_of
+from tests.checks import failed, provenance_of, rewrite_mask, say_in_block
 
 TOKENS = 4321
 
@@ -45,17 +45,6 @@ def checkpoint(source, mask, tmp_path):
 def mean_of(mask):
     assert mask.key_mean is not None
     return mask.key_mean
-
-
-def rewrite_mask(path, **tensors):
-    """Write a mask file again with other tensors; None takes one out."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    kept = {name: tensor for name, tensor in {**load_file(path), **tensors}.items() if tensor is not None}
-    save_file(kept, path, metadata)
-
-
-# --- the mask file -----------------------------------------------------------------------------------------
 
 
 def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask, tmp_path):
@@ -110,9 +99,6 @@ def test_a_mean_without_the_rope_that_it_holds_under_or_that_was_lost_is_refused
         load_mask(path)
 
 
-# --- the checkpoint ----------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_carries_it_in_its_mask_file_and_says_so(source, mask, checkpoint, tmp_path):
     assert read_json(checkpoint / "config.json")["leank"]["key_mean"] is True
     assert mean_of(load_mask(checkpoint / MASK_FILE_NAME)).equal(mean_of(mask))
@@ -127,17 +113,9 @@ def test_a_checkpoint_carries_it_in_its_mask_file_and_says_so(source, mask, chec
 
 
 def test_a_checkpoint_whose_parts_contradict_one_another_is_found(checkpoint):
-    path, config = checkpoint / MASK_FILE_NAME, read_json(checkpoint / "config.json")
+    path = checkpoint / MASK_FILE_NAME
     whole = path.read_bytes()
-
-    def say(value):
-        own = {key: item for key, item in config["leank"].items() if key != "key_mean"}
-        leank = own if value is None else {**own, "key_mean": value}
-        leank["files"] = {**own["files"], MASK_FILE_NAME: sha256_of(path)}
-        (checkpoint / "config.json").write_text(json.dumps({**config, "leank": leank}))
-        bless(checkpoint)
-        return failed(checkpoint)
-
+    say = partial(say_in_block, checkpoint, "key_mean")
     assert "config.json has no `leank.key_mean`" in say(None)["mask file"]
     for value in (False, 1, "x", [True]):
         assert f"`leank.key_mean` is {value!r}, not true" in say(value)["config"]

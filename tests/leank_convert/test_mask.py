@@ -57,14 +57,9 @@ def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
     assert mask.scaling_factors is not None and read.scaling_factors is not None
     assert read.scaling_factors.equal(mask.scaling_factors)
     assert read.provenance == mask.provenance
-    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+    assert repr(read) == f"ChannelMask([3 x 4 x 12], {mask.pruning_ratio:.1%} removed, leank, a/b)"
     save_mask(read, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
-
-
-def test_a_mask_says_in_a_line_what_it_is(ragged_mask):
-    mask = ChannelMask(ragged_mask())
-    assert repr(mask) == f"ChannelMask([3 x 4 x 12], {mask.pruning_ratio:.1%} removed, imported)"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, ragged_mask, monkeypatch):
@@ -97,8 +92,10 @@ def write(path, content):
     return path
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    ("suffix", "dtype"),
+    [*zip(SUFFIXES, (torch.bool, torch.float32, torch.int64, torch.float32), strict=True)],
+)
 def test_plain_tensors_are_imported(tmp_path, ragged_mask, suffix, dtype):
     mask = ragged_mask()
     read = load_mask(write(tmp_path / f"m{suffix}", mask.to(dtype)))
@@ -132,7 +129,6 @@ ONES = torch.ones(2, 3, 4)
     [
         ("m.pth", changed((1, 2, 3), 0.5), "value 0.5 at [1, 2, 3] is not 0 or 1"),
         ("m.safetensors", changed((0, 2, 0), math.nan), "value nan at [0, 2, 0] is not 0 or 1"),
-        ("m.npy", torch.ones(1, 2, 3, 4), "is a tensor of shape [1, 2, 3, 4], not [layers"),
         ("m.pth", torch.ones(1).expand(10**4, 10**4, 10**4), "exceeds any model's: at most 4096 layers"),
         ("m.pth", ONES.to(torch.float8_e4m3fn), "has dtype float8_e4m3fn"),
         ("m.npy", np.ones((2, 3, 4), dtype=[("a", "f4")]), "is not an array of numbers"),
@@ -141,7 +137,6 @@ ONES = torch.ones(2, 3, 4)
         ("m.pth", Evil(), NOT_PLAIN),
         ("m.pth", ONES.to_sparse(), NOT_PLAIN),
         ("m.pth", ONES.as_subclass(Subclass), NOT_PLAIN),
-        *((f"m{suffix}", b"", "m") for suffix in SUFFIXES),
         *((f"m{suffix}", b"\0\1garbage" * 9, "m") for suffix in SUFFIXES),
         ("m.txt", b"", "unknown file type '.txt'"),
     ],
@@ -254,12 +249,9 @@ def test_plain_tensors_however_stored_are_imported(tmp_path):
     [
         ("num_hidden_layers", "-1", "`num_hidden_layers` is -1: Input should be greater than or equal to 1"),
         ("num_hidden_layers", "4", "has shape [3, 4, 12], and its header metadata says [4, 4, 12]"),
-        ("num_attention_heads", "3", "`num_attention_heads` is 3, not a multiple of 4"),
         ("model", "x" * 10**5, "`model` is 'xx"),
         ("rope_parameters", '{"rope_type": "default", "rope_theta": "x"}', "`rope_theta` is 'x'"),
         ("rope_parameters", "[" * 10**5, "header metadata `rope_parameters` is '[["),
-        ("recent_size", "NaN", "header metadata `recent_size` is 'NaN', no JSON"),
-        ("flush_size", "0", "`flush_size` is 0"),
         ("pruning_ratio_asked", "1.5", "`pruning_ratio_asked` is 1.5"),
         ("layers", "[0, 1, 3]", "`layers` is [0, 1, 3], not the ascending numbers of some of 3 layers"),
         ("held_out", "{}", "`held_out.tasks` is missing"),

@@ -3,21 +3,14 @@
 import json
 import re
 
-import pytest
 import yaml
-from click.testing import CliRunner
 
-from leank_convert.cli import main
 from leank_convert.recipe import Recipe, known_keys
 from leank_convert.recipe_file import list_recipes, load_recipe
 from leank_convert.recipe_listing import render_keys, render_recipes
+from tests.checks import done
 
 NAMES = [recipe.name for recipe in list_recipes()]
-
-
-@pytest.fixture
-def run():
-    return lambda *arguments: CliRunner().invoke(main, ["recipes", *arguments])
 
 
 def test_listing_has_a_row_per_recipe_with_model_context_and_ratio():
@@ -29,11 +22,11 @@ def test_listing_has_a_row_per_recipe_with_model_context_and_ratio():
         assert f"{name}  {context}  70%\n  model: {recipe.model.id}\n" in shown
 
 
-def test_json_listing_has_the_same_facts(run):
-    listed = {recipe["name"]: recipe for recipe in json.loads(run("--json").stdout)}
+def test_json_listing_has_the_same_facts():
+    listed = {recipe["name"]: recipe for recipe in json.loads(done("recipes", "--json"))}
     assert list(listed) == NAMES
-    assert "stage1:" in run("quickstart").stdout
-    assert json.loads(run("quickstart", "--json").stdout)["pruning_ratio"] == 0.7
+    assert "stage1:" in done("recipes", "quickstart")
+    assert json.loads(done("recipes", "quickstart", "--json"))["pruning_ratio"] == 0.7
     assert listed["qwen2.5-7b-instruct-yarn"] == {
         "name": "qwen2.5-7b-instruct-yarn",
         "model": "Qwen/Qwen2.5-7B-Instruct",
@@ -44,9 +37,9 @@ def test_json_listing_has_the_same_facts(run):
     }
 
 
-def test_keys_are_a_recipe_of_all_defaults(run, tmp_path):
+def test_keys_are_a_recipe_of_all_defaults(tmp_path):
     """So the page can be saved, changed and trained by."""
-    printed = run("--keys").stdout
+    printed = done("recipes", "--keys")
     path = tmp_path / "mine.yaml"
     path.write_text(printed)
     assert load_recipe(path).model_dump() == Recipe().model_dump()

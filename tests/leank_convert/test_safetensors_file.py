@@ -58,9 +58,7 @@ def test_the_safetensors_package_reads_our_headers(tmp_path):
     [
         (b"", "is truncated or damaged"),
         (file_of({"a": entry([2], 0, 8)}, b"1234567"), "file not fully covered"),
-        (file_of({"a": entry([3], 0, 8)}, b"12345678"), "invalid shape, data type, or offset"),
         (file_of({"a": entry([1], 4, 8)}, b"12345678"), "invalid offset for tensor `a`"),
-        (file_of(b"[" * 10**5), "is truncated or damaged"),
         (file_of(b"{}", claim=2**63), "is truncated or damaged"),
         (file_of(b" " * (16 << 20) + b"{}"), "is none of a model's weights"),
         (file_of(b'{"__metadata__": {}, "__metadata__": {}}'), "duplicate field `__metadata__`"),

@@ -60,16 +60,10 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
         (change_a_byte, "cache_leank.py' in `FOLDER` is no runtime file"),
         (write("evaluate_me.py"), "evaluate_me.py' in `FOLDER` is no runtime file"),
         # transformers runs it in place of `generate`, without a word in any config.
-        (
-            write("custom_generate/generate.py"),
-            "'custom_generate/generate.py' in `FOLDER` is no runtime file",
-        ),
+        (write("custom_generate/generate.py"), "generate.py' in `FOLDER` is no runtime file"),
         (link_a_file, "cache_leank.py' in `FOLDER` is no runtime file"),
         (link_a_folder, "'custom_generate' in `FOLDER` is a link to a folder"),
-        (
-            lambda folder: (folder / "cache_leank.py").unlink(),
-            "`FOLDER` lacks the runtime file `cache_leank.py`, which its config needs",
-        ),
+        (lambda folder: (folder / "cache_leank.py").unlink(), "lacks the runtime file `cache_leank.py`, wh"),
         (write("adapter_config.json", "{}"), "adapter_config.json`: transformers would load an adapter"),
         (set_config(auto_map=OTHER_REPOSITORY), "config.json`: `auto_map` is {'AutoConfig': 'me/other--"),
         (set_config(configuration_files=["config.5.0.0.json"]), "`configuration_files` is ['config.5.0.0"),

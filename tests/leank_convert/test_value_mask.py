@@ -3,25 +3,31 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from leank_convert.convert import export_model
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json, sha256_of
+from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.methods import measured_cache
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.report.mask_report import write_report
-from tests.checks import bless, facts_of, failed, prune_values, refused, rejected
-
-SHAPE = 3, 4, 12
+from tests.checks import (
+    facts_of,
+    failed,
+    prune_values,
+    refused,
+    rejected,
+    rewrite_mask,
+    say_in_block,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -32,14 +38,6 @@ def source(source_model):
 @pytest.fixture
 def mask(source, fitting_mask):
     return prune_values(fitting_mask(source), source)
-
-
-def rewrite(path, metadata=(), **tensors):
-    """Write a mask file again with other tensors and metadata; None takes one out."""
-    with safe_open(path, "pt") as file:
-        said = {**file.metadata(), **dict(metadata)}
-    kept = {name: tensor for name, tensor in {**load_file(path), **tensors}.items() if tensor is not None}
-    save_file(kept, path, {key: value for key, value in said.items() if value is not None})
 
 
 def changed(tensor, place, value):
@@ -93,7 +91,7 @@ def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
         cases.append(({"value_widths": changed(widths, place, width)}, told))
     for case, message in cases:
         save_mask(mask, path)
-        rewrite(path, **case)
+        rewrite_mask(path, **case)
         with pytest.raises(LeanKError, match=re.escape(message)) as caught:
             load_mask(path)
         assert caught.value.exit_code == 2 and str(path) in str(caught.value)
@@ -103,24 +101,16 @@ def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
 
 def test_a_checkpoint_whose_parts_contradict_one_another_is_found(source, mask, tmp_path):
     out = export_checkpoint(source, mask, tmp_path / "out")
-    config = read_json(out / "config.json")
+    widths = read_json(out / "config.json")["leank"]["value_widths"]
     assert failed(out, source) == {}
-
-    def say(value):
-        leank = {key: item for key, item in config["leank"].items() if key != "value_widths"}
-        leank |= {} if value is None else {"value_widths": value}
-        leank["files"] = {**leank["files"], MASK_FILE_NAME: sha256_of(out / MASK_FILE_NAME)}
-        (out / "config.json").write_text(json.dumps({**config, "leank": leank}))
-        bless(out)
-        return failed(out)
-
+    say = partial(say_in_block, out, "value_widths")
     assert "config.json has `leank.value_widths` None" in say(None)["mask file"]
     assert "`leank.value_widths" in say([[1]])["config"]
     assert "`leank.value_widths" in say([["3"] * 4] * 3)["config"]
     zeros = [[0] * 4] * 3
     assert "in the checkpoint's order, are" in say(zeros)["mask file"]
     save_mask(replace(mask, value_basis=None, value_widths=None), out / MASK_FILE_NAME)
-    assert "are None, and config.json has" in say(config["leank"]["value_widths"])["mask file"]
+    assert "are None, and config.json has" in say(widths)["mask file"]
 
 
 def test_it_is_told_by_inspect_card_and_report(source, mask, tmp_path):

@@ -4,15 +4,10 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from leank_convert import warmup
-from leank_convert.cli import main
 from leank_convert.export import export_checkpoint
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["warmup", *(str(argument) for argument in arguments)])
+from tests.checks import done, rejected
 
 
 @pytest.fixture
@@ -62,30 +57,27 @@ def cuda(monkeypatch):
 
 @pytest.mark.usefixtures("cuda")
 def test_what_cannot_be_warmed_up_exits_2(checkpoint, source_model, tmp_path):
-    assert "is no folder" in run(tmp_path / "absent").stderr
-    assert run(tmp_path, "--device", "cpu").exit_code == 2
-    dense = run(source_model("llama"))
-    assert dense.exit_code == 2
-    assert "is not a LeanK checkpoint" in dense.stderr
-    single = run(checkpoint("float32"))
-    assert single.exit_code == 2
-    assert "stored in float32" in single.stderr
+    single = checkpoint("float32")
+    for arguments, told in (
+        ((tmp_path / "absent",), "is no folder"),
+        ((tmp_path, "--device", "cpu"), "cpu"),
+        ((source_model("llama"),), "is not a LeanK checkpoint"),
+        ((single,), "stored in float32"),
+    ):
+        assert told in rejected("warmup", *arguments)
 
 
 def test_without_a_gpu_it_exits_2_with_a_hint(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run(tmp_path)
-    assert result.exit_code == 2
-    assert "there is no CUDA device" in result.stderr
-    assert "hint: run it on the machine that will serve" in result.stderr
+    told = rejected("warmup", tmp_path)
+    assert "there is no CUDA device" in told and "hint: run it on the machine that will serve" in told
 
 
 @pytest.mark.gpu
 def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, fitting_mask, tmp_path):
     source = source_model("llama", dtype="bfloat16", head_dim=64)
-    result = run(export_checkpoint(source, fitting_mask(source), tmp_path / "out"), "--json")
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+    facts = json.loads(done("warmup", out, "--json"))
     assert (facts["dtype"], facts["head_dim"]) == ("bfloat16", 64)
     assert facts["shapes"] >= 1
     assert facts["draft_kernels"] >= 2

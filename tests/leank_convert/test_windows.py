@@ -7,7 +7,7 @@ from leank_convert.windows import Windows
 
 
 @pytest.mark.parametrize("key", ["sink_size", "recent_size", "flush_size"])
-@pytest.mark.parametrize("value", [-1, True, 1.0, "8", None, 2**24 + 1, 10**30])
+@pytest.mark.parametrize("value", [-1, True, 1.0, "8", 10**30])
 def test_a_size_that_is_no_number_of_tokens_is_refused(key, value):
     with pytest.raises(LeanKError, match=re.escape(f"`{key}` is ")) as caught:
         Windows(**{key: value})

@@ -59,14 +59,7 @@ def build_pair(
     }
     if family == "Mistral":
         sizes["sliding_window"] = None
-    if family in (
-        "Qwen2",
-        "Phi3",
-        "SmolLM3",
-        "Granite",
-        "Olmo2",
-        "Olmo3",
-    ):  # whose config leaves head_dim out
+    if family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "Olmo2", "Olmo3"):  # whose config has no head_dim
         sizes["hidden_size"] = num_kv_heads * groups * head_dim
     sizes.update(config)
     block = {

@@ -128,16 +128,6 @@ def test_what_is_not_finite_stays_in_its_row(codec, coded_pair):
     assert torch.equal(outputs[0][0], outputs[1][0]) and outputs[1][1].isnan().any()
 
 
-def test_int4_in_chunks_of_16_takes_what_evaluate_counts(coded_pair):
-    model = coded_pair("int4").leank.to(torch.bfloat16)
-    cache = model.build_cache(kv_dtype="int4")
-    with torch.no_grad():
-        model(ids(1, 200), cache=cache)
-    memory, groups = cache.memory(), 4 + (1 + 2 + 2) + 5 * 3
-    pruned_region = memory.kept_keys.used + memory.kept_values.used
-    assert pruned_region == 200 * ((7 + 80 + 16 + 48 + 33 + 5 * 80) / 2 + groups * 4)
-
-
 @pytest.mark.parametrize("codec", ["fp8", "fp8 static", "int4"])
 def test_the_config_the_generation_config_and_arguments_choose(codec, coded_pair):
     model = coded_pair(codec).leank

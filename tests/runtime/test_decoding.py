@@ -24,14 +24,11 @@ SIZES = {
     "usual": (3, 6, 4),
     "no sink": (0, 21, 14),
     "no recent": (3, 0, 2),
-    "flush 1": (2, 5, 1),
     "nothing but flush 1": (0, 0, 1),
-    "nothing but flush": (0, 0, 37),
     "flush longer than recent": (2, 3, 9),
     "long sink": (30, 3, 2),
     "wraps": (5, 12, 9),
     "huge ring": (3, HUGE, HUGE),
-    "huge": (HUGE, HUGE, HUGE),
 }
 CODECS = [
     "auto", "auto centred", "auto values", "fp8", "fp8 static", "fp8 static centred", "int4", "int4 values",

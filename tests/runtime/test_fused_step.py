@@ -85,21 +85,17 @@ def compare(model, assert_close, **how):
         ("Llama", {"tie_word_embeddings": True}, {}),
         ("Llama", {"rms_norm_eps": 0.1}, {}),
         ("SmolLM3", {"no_rope_layers": [1, 0]}, {}),
+        ("Llama", {"value_widths": [[0, 8, 16], [4, 0, 8]]}, {}),
     ],
     ids=str,
 )
 def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused_steps, build, assert_close):
-    compare(build(family, **config), assert_close, **how)
+    own = {"value_widths": config["value_widths"]} if "value_widths" in config else {}
+    model = build(family, **{key: value for key, value in config.items() if key not in own})
+    model.config.leank = {**model.config.leank, **own}
+    assert model.build_cache().layers[0].layout.value_chunk == (4 if own else 16)
+    compare(model, assert_close, **how)
     assert len(fused_steps) == 2  # the warm-up and the capture
-
-
-def test_a_fused_step_over_pruned_values(fused_steps, build, assert_close):
-    model = build()
-    values = {"value_widths": [[0, 8, 16], [4, 0, 8]]}
-    model.config.leank = {**model.config.leank, **values}
-    assert model.build_cache().layers[0].layout.value_chunk == 4
-    compare(model, assert_close)
-    assert len(fused_steps) == 2
 
 
 def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
@@ -121,15 +117,28 @@ def test_a_model_without_a_head(fused_steps, build):
     assert len(fused_steps) == 2
 
 
+@torch.inference_mode()
+def of_inference(layer):
+    weight = layer.self_attn.k_proj.weight
+    layer.self_attn.k_proj.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        of_inference,
         lambda layer: setattr(layer, "mlp", torch.nn.Identity()),
         lambda layer: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
         lambda layer: setattr(layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))),
         lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
     ],
-    ids=["no MLP", "another activation", "a bias of its own", "one weight twice"],
+    ids=[
+        "a weight of inference mode",
+        "no MLP",
+        "another activation",
+        "a bias of its own",
+        "one weight twice",
+    ],
 )
 def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, assert_close):
     model = build()
@@ -222,15 +231,6 @@ def test_weights_that_lie_transposed(name, fused_steps, build, assert_close):
     linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
     compare(model, assert_close)
     assert len(fused_steps) == 2
-
-
-def test_a_weight_of_inference_mode_among_others(fused_steps, build, assert_close):
-    model = build()
-    with torch.inference_mode():
-        key = model.model.layers[0].self_attn.k_proj
-        key.weight = torch.nn.Parameter(key.weight.clone(), requires_grad=False)
-    compare(model, assert_close)
-    assert not fused_steps
 
 
 def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, build):

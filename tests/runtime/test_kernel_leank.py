@@ -23,19 +23,9 @@ D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
 # One token, a full sink, tile borders, pruned tokens within a tile, whole tiles of them, at a tile's borders.
 ROWS = [
-    (1, 0),
-    (8, 0),
-    (9, 0),
-    (64, 0),
-    (65, 0),
-    (88, 0),
-    (72, 63),
-    (73, 56),
-    (137, 65),
-    (500, 413),
-    (333, 248),
+    (1, 0), (8, 0), (9, 0), (64, 0), (65, 0), (88, 0), (72, 63), (73, 56), (137, 65), (500, 413), (333, 248),
     (200, 192),
-]
+]  # fmt: skip
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
 
 
@@ -56,17 +46,8 @@ def on_cpu(num_programs, **change):
 
 
 def case_of(widths, rows, *, sink=SINK, columns=1, **change):
-    return make_case(
-        random_masks(widths, D),
-        rows,
-        chunk_size=E,
-        num_groups=GROUPS,
-        sink_size=sink,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        num_columns=columns,
-        **change,
-    )
+    given = {"chunk_size": E, "num_groups": GROUPS, "dtype": torch.float32, "device": torch.device("cpu")}
+    return make_case(random_masks(widths, D), rows, sink_size=sink, num_columns=columns, **given, **change)
 
 
 @functools.cache

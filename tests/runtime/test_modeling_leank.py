@@ -39,17 +39,22 @@ def padded_batch() -> dict[str, torch.Tensor]:
         ("Llama", {"cache_implementation": "dynamic"}),
         ("Llama", {"prefill_chunk_size": 20, "prune": "deferred"}),
         ("Llama", {"use_cache": False, "max_new_tokens": 6, "min_new_tokens": 6}),
+        ("Llama", {"prompt_lookup_num_tokens": 5}),
     ],
     ids=str,
 )
 def test_with_all_channels_kept_generate_is_the_dense_models(family, options, model_pair):
-    pair = model_pair(everything(), family=family)
+    pair = model_pair(everything(), family=family, recent=12, flush=3)
     settings = {**GREEDY, **options}
+    prompt = (
+        {"input_ids": one_row(6).repeat(1, 4)} if "prompt_lookup_num_tokens" in options else padded_batch()
+    )
     torch.manual_seed(1)
-    ours = pair.leank.generate(**padded_batch(), **settings)
-    settings.pop("prune", None)
+    ours = pair.leank.generate(**prompt, **settings)
+    for own in ("prune", "prompt_lookup_num_tokens"):
+        settings.pop(own, None)
     torch.manual_seed(1)
-    assert ours.tolist() == pair.dense.generate(**padded_batch(), **settings).tolist()
+    assert ours.tolist() == pair.dense.generate(**prompt, **settings).tolist()
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])  # of any release of transformers
@@ -116,13 +121,6 @@ def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair, some_ma
     assert empty.prune == "deferred"
 
 
-def test_with_all_channels_kept_prompt_lookup_is_the_dense_models(model_pair):
-    pair = model_pair(everything(), sink=2, recent=12, flush=3)
-    ids = one_row(6).repeat(1, 4)
-    ours = pair.leank.generate(ids, prompt_lookup_num_tokens=5, **GREEDY)
-    assert ours.tolist() == pair.dense.generate(ids, **GREEDY).tolist()
-
-
 def test_inputs_embeds_give_what_ids_give(model_pair, some_masks):
     pair = model_pair(some_masks([[0, 4], [4, 8]]))
     batch = padded_batch()
@@ -131,21 +129,15 @@ def test_inputs_embeds_give_what_ids_give(model_pair, some_masks):
     assert ours.tolist() == pair.leank.generate(**batch, **GREEDY)[:, 21:].tolist()
 
 
-def test_without_a_cache_the_model_is_dense(model_pair, some_masks):
+def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(model_pair, some_masks):
     pair = model_pair(some_masks([[0, 4], [4, 8]]))
     with torch.no_grad():
-        ours = pair.leank(**padded_batch(), use_cache=False)
-        dense = pair.dense(**padded_batch(), use_cache=False)
+        ours, dense = (model(**padded_batch(), use_cache=False) for model in (pair.leank, pair.dense))
     assert CACHE not in ours
     assert torch.equal(ours.logits, dense.logits)
-
-
-def test_training_without_a_cache_is_the_dense_models(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
-    ids = one_row()
     for model in (pair.leank, pair.dense):
         model.train()
-        model(ids, labels=ids).loss.backward()
+        model(one_row(), labels=one_row()).loss.backward()
     ours, dense = pair.leank.model.layers[0].self_attn.k_proj, pair.dense.model.layers[0].self_attn.k_proj
     assert torch.equal(ours.weight.grad, dense.weight.grad)
 
@@ -171,23 +163,6 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair,
     for _ in range(3):
         model(ids[:, :1], cache=cache).logits.sum().backward()
     assert copy.deepcopy(cache).get_seq_length() == 24
-
-
-def test_transformers_cache_loop_decodes_with_context_on_an_own_cache(model_pair, some_masks):
-    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
-    expected = model.generate(one_row(), **GREEDY)[0, 21:]
-    cache = model.build_cache()
-    inputs = {"input_ids": one_row(), "attention_mask": torch.ones(1, 21, dtype=torch.long)}
-    tokens = []
-    with torch.no_grad():
-        for _ in range(len(expected)):
-            logits = model(**inputs, cache=cache, use_cache=True).logits[:, -1:]
-            logits[..., 2] = -torch.inf  # min_new_tokens: no end of text
-            token = logits.argmax(-1)
-            tokens.append(int(token))
-            mask = torch.cat([inputs["attention_mask"], torch.ones_like(token)], dim=1)
-            inputs = {"input_ids": token, "attention_mask": mask}
-    assert tokens == expected.tolist()
 
 
 @pytest.mark.parametrize("where", ["argument", "model", "both"])

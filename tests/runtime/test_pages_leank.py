@@ -13,16 +13,7 @@ from tests.runtime.tiny_inputs import WIDTHS, row
 @pytest.mark.parametrize("sizes", [(128, 1088), (0, 33), (3, 2**24)], ids=str)
 @pytest.mark.parametrize(
     "lengths",
-    [
-        [1],
-        [64],
-        [100],
-        [32768],
-        [4096] * 64,
-        [4096, *[100] * 15],
-        [0, 1, 63, 64, 65, 5000],
-        [*range(1, 2000, 7)],
-    ],
+    [[1], [64], [32768], [4096, *[100] * 15], [0, 1, 63, 64, 65, 5000], [*range(1, 2000, 7)]],
     ids=lambda lengths: f"{len(lengths)} to {max(lengths)}",
 )
 def test_pages_hold_an_eighth_more_at_most_and_one_a_row(lengths, sizes):

@@ -71,33 +71,22 @@ def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, 
         model(one_row(1).expand(2, -1), cache=cache)
 
 
-def test_foreign_caches_are_refused(model_pair):
-    pair = model_pair(everything())
-    ids = one_row()
-    with torch.no_grad():
-        full = pair.dense(ids)[CACHE]
-    assert isinstance(full, DynamicCache)
-    for call in (pair.leank.generate, pair.leank.forward):
-        with pytest.raises(ValueError, match=r"DynamicCache with 21 tokens .* run the prompt through this"):
-            call(ids, cache=full)
-        static = StaticCache(config=pair.dense.config, max_cache_len=64)
-        with pytest.raises(ValueError, match="cache is a StaticCache"):
-            call(ids, cache=static)
-        with pytest.raises(ValueError, match="cache is a DynamicCache"):
-            call(ids, cache=DynamicCache(config=pair.dense.config, offloading=True))
-
-
 @pytest.mark.parametrize("make", [DynamicCache, lambda: ()], ids=["DynamicCache", "tuple"])
-def test_an_empty_foreign_cache_is_refused_because_it_would_stay_empty(make, model_pair):
+def test_foreign_caches_are_refused_also_empty_ones_because_they_would_stay_empty(make, model_pair):
     """transformers' documented loop passes one and goes on with it: it would decode without context."""
-    model = model_pair(everything()).leank
-    base = LeanKLlamaModel(model.config).eval()
-    for call in (model, base, model.generate):
-        cache = make()
-        with pytest.raises(
-            ValueError, match=rf"is a {type(cache).__name__}, .* pass `model.build_cache\(\)`"
+    pair = model_pair(everything())
+    with torch.no_grad():
+        full = pair.dense(one_row())[CACHE]
+    base = LeanKLlamaModel(pair.leank.config).eval()
+    for call in (pair.leank, base, pair.leank.generate):
+        for cache, message in (
+            (full, r"DynamicCache with 21 tokens .* run the prompt through this"),
+            (StaticCache(config=pair.dense.config, max_cache_len=64), "cache is a StaticCache"),
+            (DynamicCache(config=pair.dense.config, offloading=True), "cache is a DynamicCache"),
+            (make(), rf"is a {type(make()).__name__}, .* pass `model.build_cache\(\)`"),
         ):
-            call(one_row(), cache=cache)
+            with pytest.raises(ValueError, match=message):
+                call(one_row(), cache=cache)
 
 
 def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):

@@ -19,16 +19,14 @@ def test_a_decode_step_without_padding_asks_nothing_of_the_device():
 
 
 def test_a_padded_decode_step_asks_nothing_of_the_device():
-    rows = RowState(3, 6, 4, "eager")
+    rows, meta = RowState(3, 6, 4, "eager"), torch.device("meta")
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[1, :11] = False
     rows.step(0, 2, 30, mask, torch.device("cpu"))
     assert rows.max_length == 30
     rows.lengths, rows.pruned_lengths = rows.lengths.to("meta"), rows.pruned_lengths.to("meta")
     for start in range(30, 50):
-        rows.step(
-            start, 2, 1, torch.ones(2, start + 1, dtype=torch.bool, device="meta"), torch.device("meta")
-        )
+        rows.step(start, 2, 1, torch.ones(2, start + 1, dtype=torch.bool, device="meta"), meta)
     assert rows.max_length == 50
 
 

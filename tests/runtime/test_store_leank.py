@@ -41,6 +41,12 @@ def test_reserved_memory_never_grows(model_pair, some_masks):
     for _ in range(7):
         feed(model, ids(2, 1), cache)
     assert capacities(cache) == {320} and cache.addresses() != addresses
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[:, :40] = 0
+    padded = model.build_cache()
+    padded.reserve(168)
+    feed(model, ids(2, 100), padded, attention_mask=mask)
+    assert capacities(padded) == {128}, "a row needs no more than its columns"
 
 
 def window_pages(cache) -> set[int]:
@@ -79,46 +85,23 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
     assert capacities(cache) == {128}
 
 
-def test_a_padded_row_needs_no_more_than_its_columns(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
-    mask = torch.ones(2, 100, dtype=torch.long)
-    mask[:, :40] = 0
-    cache = model.build_cache()
-    cache.reserve(168)
-    feed(model, ids(2, 100), cache, attention_mask=mask)
-    assert capacities(cache) == {128}
-
-
 @pytest.mark.parametrize(
     ("options", "capacity"),
-    [
-        ({"max_new_tokens": 200}, 320),
-        ({"max_length": 130}, 192),
-        # More than 256 tokens beyond a short prompt may never come.
-        ({"max_new_tokens": 300}, 128),
-    ],
+    # More than 256 tokens beyond a short prompt may never come.
+    [({"max_new_tokens": 200}, 320), ({"max_length": 130}, 192), ({"max_new_tokens": 300}, 128)],
     ids=str,
 )
-def test_generate_reserves_for_a_short_answer(options, capacity, model_pair, some_masks):
+def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(
+    options, capacity, model_pair, some_masks
+):
     model = model_pair(some_masks(WIDTHS)).leank
-    result = model.generate(
-        ids(2, 100),
-        attention_mask=torch.ones(2, 100),
-        return_dict_in_generate=True,
-        eos_token_id=list(range(64)),  # any token ends the answer: what is there by then was reserved
-        **options,
-        **GREEDY,
-    )
+    # Any token ends the answer: what is there by then was reserved.
+    settings = {"return_dict_in_generate": True, "eos_token_id": list(range(64)), **GREEDY}
+    result = model.generate(ids(2, 100), attention_mask=torch.ones(2, 100), **options, **settings)
     assert capacities(result[CACHE]) == {capacity}
-
-
-def test_a_second_turn_reserves_too(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
-    settings = {"return_dict_in_generate": True, "eos_token_id": None, **GREEDY}
-    first = model.generate(ids(2, 100), max_new_tokens=20, **settings)
-    tokens = torch.cat([first.sequences, ids(2, 30)], 1)
-    cache = model.generate(tokens, cache=first[CACHE], max_new_tokens=60, **settings)
-    assert capacities(cache[CACHE]) == {256}
+    tokens = torch.cat([result.sequences, ids(2, 59)], 1)
+    result = model.generate(tokens, cache=result[CACHE], max_new_tokens=200, **settings)
+    assert capacities(result[CACHE]) == {384}
 
 
 def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, some_masks, monkeypatch):
