@@ -4,7 +4,7 @@ import torch
 
 from bin.baselines.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.comparison import used_bytes
-from leank_convert.evaluate.variants import Dense, Masked
+from leank_convert.evaluate.variants import Masked
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
 LENGTHS = (40, 25, 5)
@@ -26,14 +26,6 @@ def test_without_a_method_it_decodes_and_counts_as_a_leank_cache_does(prefill):
     assert used_bytes(cache) == used_bytes(leank)
     every_channel, _ = decode(prefill, Masked("all", torch.ones_like(mask)), NUM_STEPS)
     assert (expected - every_channel).abs().max() > 1e-2
-
-
-def test_with_every_channel_it_is_the_dense_model(evaluated, prefill):
-    expected, _ = decode(prefill, Dense(evaluated.dense), NUM_STEPS)
-    logits, cache = decode(prefill, Compared("compared", ComparedLayer, EVERY_CHANNEL), NUM_STEPS)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32)
-    per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
-    assert used_bytes(cache).held == (sum(LENGTHS) + len(LENGTHS) * NUM_STEPS) * per_token
 
 
 def test_the_prefill_serves_others_after_it(prefill):

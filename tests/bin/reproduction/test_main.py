@@ -43,13 +43,6 @@ def run(monkeypatch):
     return call
 
 
-def test_it_prints_where_the_report_lies(run):
-    result, asked = run("there", "--device", "cpu", "--minutes", "5")
-    assert result.stdout == "there/tables.md\n"
-    plan = make_plan("testbed", quick=False, on_gpu=False)
-    assert asked == [(Path("there"), plan, None, None, "cpu", 5.0)]
-
-
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
 @pytest.mark.parametrize("flag", ["", "packaged", "values"])
 def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, flag):
@@ -61,14 +54,6 @@ def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, flag):
     assert plan == make_plan(name, quick=True, on_gpu=False, **({flag: True} if flag else {}))
     assert (MAIN in plan.packaged) == bool(flag)
     assert given[:2] == [str(tmp_path), tmp_path]
-
-
-def test_every_gpu_has_a_worker_unless_a_device_or_a_number_is_named(run, monkeypatch):
-    monkeypatch.setattr(workers, "count_gpus", lambda: 3)
-    for arguments, num_workers in (((), 3), (("--device", "cpu"), 1), (("--workers", "2"), 2)):
-        result, asked = run("--quick", *arguments)
-        assert f"forecast of {num_workers}\n" in result.stderr
-        assert [given[1] for given in asked[1:]] == ([num_workers] if num_workers > 1 else [])
 
 
 def test_workers_are_processes_of_the_same_command(tmp_path):

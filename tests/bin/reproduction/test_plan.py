@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from bin.baselines import COMPARED, make_variants
 from bin.reproduction.experiment import Experiment
-from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
+from bin.reproduction.paper_plan import UNALIGNED
 from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
 from bin.reproduction.plans import PLANS, VALUE_PLANS, make_plan
 from leank_convert.errors import LeanKError
@@ -90,26 +89,6 @@ def test_every_method_of_a_recipe_is_compared_at_all_ratios_and_in_all_its_setti
         assert settings[method] == {"uniform budget", "global budget"}
     for method in ("think", "per-head-budget-dynamic"):
         assert settings[method] == {"the recipe's windows", "ThinK's windows"}
-
-
-def test_every_ablation_shows_the_main_setting_at_both_ratios(papers):
-    for table in papers.tables:
-        if table.part == "test" and not table.title.startswith(("Pruning ratio", "Whole heads")):
-            assert {row[0].ratio for _, row in table.rows if row[0].run == MAIN} == {0.7, 0.9}, table.title
-
-
-def test_every_method_beside_leank_is_compared_alone_and_on_its_channels():
-    every = torch.ones(1, 1, 4, dtype=torch.bool)
-    for names, alone in ((SMOLLM2.real.alone, True), (SMOLLM2.real.products, False)):
-        known = {variant.name for method in COMPARED for variant in make_variants(method, every, alone=alone)}
-        # SnapKV and LeanK are compared, not combined.
-        assert set(names) == {name for name in known if alone or "snapkv" not in name}
-
-
-def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(papers):
-    main = load_recipe(papers.recipe, papers.overrides)
-    alone = load_recipe(papers.recipe, [*papers.overrides, *papers.runs["magnitude-alpha"].overrides])
-    assert alone.stage1.steps + alone.stage2.steps == main.stage1.steps + main.stage2.steps
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,10 @@
 
 import json
 
-import pytest
-
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.plan import VALIDATION, Entry
 from bin.reproduction.plans import make_plan
-from bin.reproduction.tables import describe_difference
-from bin.reproduction.texts import DOCUMENTATION, compare_answers, find_kinds
-from leank_convert.errors import LeanKError
-from leank_convert.evaluate.comparison import compare
+from bin.reproduction.texts import compare_answers
 
 CENTRED = make_plan("qwen2.5-coder", quick=False, on_gpu=True)
 SMOLLM2 = make_plan("smollm2", quick=False, on_gpu=True)
@@ -115,15 +110,3 @@ def test_answers_are_compared_token_by_token():
     }
     longer = {"answers": [[1, 2, 3, 4, 5], [5, 6]], "log_likelihood": [-1.0, -2.0]}
     assert compare_answers(longer, dense)["equal_tokens"] == 6 / 7
-
-
-def test_kinds_of_text_are_those_that_were_fetched(tmp_path):
-    assert find_kinds(None) == [DOCUMENTATION]
-    with pytest.raises(LeanKError, match=r"holds neither `wikipedia.txt` nor `essays.txt`"):
-        find_kinds(tmp_path)
-    (tmp_path / "essays.txt").touch()
-    assert find_kinds(tmp_path) == [DOCUMENTATION, "essays"]
-
-
-def test_a_difference_that_rounds_to_nothing_has_no_minus():
-    assert describe_difference(compare([-0.0001, 0.0])).startswith("+0.0 ")

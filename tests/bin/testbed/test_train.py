@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -94,10 +93,3 @@ def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypa
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     kinds = getattr(model.config, "layer_types", ["full_attention"])
     assert kinds == plan.layer_types
-
-
-def test_a_mixed_model_does_not_take_the_shipped_one_s_place(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "--layers", "sliding,full"])
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "name another --out" in capsys.readouterr().err
