@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from tests.tiny_families import OPTIONS, random_mask, tiny_model
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(60))]
+FULL = ["full_attention"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -27,77 +30,46 @@ class Converted:
     key_mean: torch.Tensor | None = None
 
 
-@pytest.fixture
-def converted(tmp_path):
-    """Write a random model and export it: `converted("Qwen2", [[0, 8], [3, 16]])` keeps so many channels.
+def convert(
+    root, family="llama", widths=None, *, name="model", seed=0, sizes=(3, 6, 4), centred=False, **config
+):
+    """Write a random model and export it: `convert(folder, "qwen2", [[0, 8], [3, 16]])` keeps these widths.
 
     `centred=True` caches its keys less a large mean.
     """
+    source, folder = root / f"{name}-source", root / name
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = tiny_model(family, seed=seed, **{"hidden_size": 64, **tokens, **config})
+    for parameter in model.parameters():  # norms too
+        parameter.normal_(0, 0.3)
+    model.save_pretrained(source, max_shard_size="40KB")
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = TEMPLATE
+    fast.padding_side = "left"
+    fast.save_pretrained(source)
 
-    def make(family="Llama", widths=None, *, name="model", seed=0, sizes=(3, 6, 4), centred=False, **config):
-        torch.manual_seed(seed)
-        options = {
-            "hidden_size": 64,
-            "intermediate_size": 48,
-            "num_hidden_layers": len(config.get("layer_types", range(2))),
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": len(WORDS),
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "max_position_embeddings": 512,
-        }
-        if family == "Mistral":
-            options["sliding_window"] = None
-        options.update(config)
-        model_class = getattr(transformers, f"{family}ForCausalLM")
-        model = model_class(model_class.config_class(**options))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0, 0.3)
-        source, folder = tmp_path / f"{name}-source", tmp_path / name
-        model.save_pretrained(source, max_shard_size="40KB")
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        fast = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="</s>",
-            unk_token="<unk>",
-        )
-        fast.chat_template = TEMPLATE
-        fast.padding_side = "left"
-        fast.save_pretrained(source)
+    num_layers = {**OPTIONS.get(family, {}), **config}.get("layer_types", FULL * 2).count(*FULL)
+    mask = random_mask([[16, 16]] * num_layers if widths is None else widths, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
+    windows = dict(zip(("sink_size", "recent_size", "flush_size"), sizes, strict=True))
+    export_checkpoint(source, ChannelMask(mask, None, None, key_mean), folder, **windows)
+    return Converted(source, folder, mask, key_mean)
 
-        generator = torch.Generator().manual_seed(seed)
-        kinds = config.get("layer_types", ["full_attention"] * 2)
-        layers, heads, head_dim = (
-            kinds.count("full_attention"),
-            options["num_key_value_heads"],
-            options["head_dim"],
-        )
-        mask = torch.ones(layers, heads, head_dim, dtype=torch.bool)
-        if widths is not None:
-            mask.zero_()
-            for layer, row in enumerate(widths):
-                for head, width in enumerate(row):
-                    mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
-        key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
-        sink, recent, flush = sizes
-        export_checkpoint(
-            source,
-            ChannelMask(mask, None, None, key_mean),
-            folder,
-            sink_size=sink,
-            recent_size=recent,
-            flush_size=flush,
-        )
-        return Converted(source, folder, mask, key_mean)
 
-    return make
+@pytest.fixture
+def converted(tmp_path):
+    """`convert` in this test's own folder."""
+    return functools.partial(convert, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def example(tmp_path_factory):
+    """A checkpoint of a family, both of whose layers change their head order; not to be changed."""
+    return functools.cache(lambda name: convert(tmp_path_factory.mktemp(name), name, [[8, 0], [16, 3]]))
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from leank_convert import convert_adapter
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from tests.checks import done, rejected
+from tests.checks import done, rejected, run
 
 peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
@@ -20,11 +18,11 @@ WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADAPTERS = {
-    "Llama": {"target_modules": ALL, "rank_pattern": {"k_proj": 3}},
-    "Qwen2": {"target_modules": ALL, "use_dora": True, "bias": "all"},
-    "Qwen3": {"target_modules": ["k_proj"], "modules_to_save": ["o_proj", "q_norm", "lm_head"]},
-    "Phi3": {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True},
-    "Olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+    "llama": {"target_modules": ALL, "rank_pattern": {"k_proj": 3}},
+    "qwen2": {"target_modules": ALL, "use_dora": True, "bias": "all"},
+    "qwen3": {"target_modules": ["k_proj"], "modules_to_save": ["o_proj", "q_norm", "lm_head"]},
+    "phi3": {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True},
+    "olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
 }
 
 
@@ -72,10 +70,10 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
 
 
 def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path):
-    checkpoint = converted("Llama", [[3, 8], [0, 16]])
+    checkpoint = converted("llama", [[3, 8], [0, 16]])
     lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
     arguments = ["adapter", str(lora), "--checkpoint", str(checkpoint.folder), "-o", str(tmp_path / "new")]
-    result = CliRunner().invoke(main, arguments)
+    result = run(*arguments)
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'new'}\n")
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (lora, tmp_path / "new"))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
@@ -83,7 +81,7 @@ def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path
 
 
 def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
-    one, two = converted("Llama", WIDTHS, name="one"), converted("Llama", [[8, 0], [3, 16]], name="two")
+    one, two = converted("llama", WIDTHS, name="one"), converted("llama", [[8, 0], [3, 16]], name="two")
     lora, _, _ = adapter_of(one.source, tmp_path / "lora", target_modules=ALL)
     new = convert_adapter(lora, one.folder, tmp_path / "new")
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
@@ -95,7 +93,7 @@ def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
 
 
 def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path):
-    checkpoint, out = converted("Llama", WIDTHS, sizes=(3, 60, 4)), tmp_path / "out"
+    checkpoint, out = converted("llama", WIDTHS, sizes=(3, 60, 4)), tmp_path / "out"
     lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
     options = ("--mask", checkpoint.folder, "-o", out, "--adapter")
     (broken := tmp_path / "broken").mkdir()
@@ -127,7 +125,7 @@ def rename(tensors, old, new):
 def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
     converted, tmp_path, settings, change, message
 ):
-    checkpoint = converted("Llama", WIDTHS)
+    checkpoint = converted("llama", WIDTHS)
     lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=["q_proj", "v_proj"])
     path = lora / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))

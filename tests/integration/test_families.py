@@ -24,15 +24,14 @@ from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
 from tests.checks import facts_of, failed
-from tests.tiny_families import FAMILIES, OPTIONS, batch
+from tests.tiny_families import FAMILIES, batch, some_families
 
-WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
 
 
 @pytest.mark.parametrize("row", FAMILIES)
 def test_with_all_channels_kept_generate_is_the_sources(row, converted, load):
-    checkpoint = converted(row.stem, **OPTIONS.get(row.model_type, {}))
+    checkpoint = converted(row.model_type)
     dense, ours = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval(), load(checkpoint.folder)
     assert type(ours).__name__ == f"LeanK{row.causal_lm_class}"
     for options in ({}, {"num_beams": 3}):
@@ -54,8 +53,8 @@ def test_with_all_channels_kept_generate_is_the_sources(row, converted, load):
 
 
 @pytest.mark.parametrize("row", FAMILIES)
-def test_an_export_verifies_and_its_stock_class_loads_the_original(row, converted, load, tmp_path):
-    checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
+def test_an_export_verifies_and_its_stock_class_loads_the_original(row, example, load, tmp_path):
+    checkpoint = example(row.model_type)
     assert failed(checkpoint.folder, checkpoint.source) == {}
     stock = getattr(transformers, row.causal_lm_class)
 
@@ -83,9 +82,9 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(row, converte
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_next"])
-def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(family, converted, load):
+def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(family, example, load):
     row = ARCHITECTURES[family]
-    checkpoint = converted(row.stem, WIDTHS, **OPTIONS[family])
+    checkpoint = example(family)
     ours = load(checkpoint.folder)
     dense = getattr(transformers, row.causal_lm_class).from_pretrained(checkpoint.folder).eval()
     prefill = run_prefill(ours, *batch().values())  # a row at a time: one has padding
@@ -103,22 +102,18 @@ def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(famil
             assert held == full if family == "qwen3_next" else held > full
 
 
-def test_a_checkpoint_without_attention_sinks_leaves_those_of_another_alone(converted, load):
+def test_a_checkpoint_without_attention_sinks_leaves_those_of_another_alone(example, load):
     """transformers has one table of attention functions, and the last checkpoint's is in it."""
-    ours = load(converted("GptOss", WIDTHS, **OPTIONS["gpt_oss"]).folder)
+    ours = load(example("gpt_oss").folder)
     expected = ours.generate(**batch(), **GREEDY)
-    load(converted("Llama", WIDTHS, name="plain").folder)
+    load(example("llama").folder)
     assert ours.generate(**batch(), **GREEDY).tolist() == expected.tolist()
 
 
 def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp_path):
-    checkpoint = converted(
-        "Qwen2",
-        [[8, 0]],
-        use_sliding_window=True,
-        sliding_window=7,
-        layer_types=["full_attention", "sliding_attention"],
-    )
+    kinds = ["full_attention", "sliding_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 7}
+    checkpoint = converted("qwen2", [[8, 0]], layer_types=kinds, **window)
     assert failed(checkpoint.folder, checkpoint.source) == {}
     ours = load(checkpoint.folder)
     assert ours.config.leank["layers"] == [0]
@@ -135,8 +130,8 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         export_onnx(checkpoint.folder, None, tmp_path / "onnx")
 
 
-def test_masks_beside_linear_layers_are_measured(converted, load):
-    checkpoint = converted("Qwen3Next", WIDTHS, **OPTIONS["qwen3_next"])
+def test_masks_beside_linear_layers_are_measured(example, load):
+    checkpoint = example("qwen3_next")
     facts = facts_of(checkpoint.source)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
@@ -152,9 +147,9 @@ def test_masks_beside_linear_layers_are_measured(converted, load):
         cache.crop(-2)
 
 
-@pytest.mark.parametrize("row", FAMILIES)
-def test_measured_scales_of_an_fp8_cache_travel_with_it(row, converted, load, tmp_path):
-    checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
+@pytest.mark.parametrize("row", some_families("llama", "phi3", "gpt_oss", "qwen3_next"))
+def test_measured_scales_of_an_fp8_cache_travel_with_it(row, example, load, tmp_path):
+    checkpoint = example(row.model_type)
     largest = torch.full((2, 2, 16), 20.0)
     scales = KVScales.of_largest(largest, largest, num_tokens=7, tasks=("retrieval",), seed=3)
     out = export_checkpoint(
@@ -174,9 +169,9 @@ def test_measured_scales_of_an_fp8_cache_travel_with_it(row, converted, load, tm
 
 
 @pytest.mark.parametrize("row", FAMILIES)
-def test_every_tensor_that_the_model_needs_is_asked_for(row, converted):
+def test_every_tensor_that_the_model_needs_is_asked_for(row, example):
     """transformers would only warn of one that is missing, and go on with random values."""
-    checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
+    checkpoint = example(row.model_type)
     opened = open_checkpoint(checkpoint.source)
     facts = facts_of(checkpoint.source)
     for file, header in opened.shards.items():
@@ -187,18 +182,17 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, converted):
                 plan_export(damaged, all_channels_mask(facts), facts)
 
 
-# One family for each thing that the first four lack: fused and partly rotated, scaled logits, scaled queries.
-@pytest.mark.parametrize("family", ["phi3", "granite", "ministral3"])
-def test_a_graph_of_it_answers_as_its_source(family, converted, tmp_path):
-    checkpoint = converted(ARCHITECTURES[family].stem, WIDTHS, **OPTIONS[family])
+# One family for each thing that the first four lack: scaled logits, scaled queries.
+@pytest.mark.parametrize("family", ["granite", "ministral3"])
+def test_a_graph_of_it_answers_as_its_source(family, example, tmp_path):
+    checkpoint = example(family)
     out = export_onnx(checkpoint.folder, None, tmp_path / "onnx")
     assert failed(out, checkpoint.source) == {}
 
 
-def test_a_mixture_of_experts_is_refused_as_a_graph(converted, tmp_path):
-    checkpoint = converted("Mixtral", WIDTHS, **OPTIONS["mixtral"])
+def test_a_mixture_of_experts_is_refused_as_a_graph(example, tmp_path):
+    checkpoint = example("mixtral")
     for model, mask in ((checkpoint.folder, None), (checkpoint.source, ChannelMask(checkpoint.channel_mask))):
-        with pytest.raises(
-            LeanKError, match=f"^`{model}`: .*mixture of experts"
-        ):  # before weights are copied
+        # Before weights are copied.
+        with pytest.raises(LeanKError, match=f"^`{model}`: .*mixture of experts"):
             export_onnx(model, mask, tmp_path / "onnx")

@@ -15,7 +15,7 @@ from leank_convert import prune_model
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.mask import ChannelMask, load_mask
-from tests.tiny_families import FAMILIES, OPTIONS, batch
+from tests.tiny_families import FAMILIES, batch
 
 WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order in a checkpoint
 SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
@@ -28,7 +28,7 @@ def tokens(model, **options):
 
 @pytest.mark.parametrize("row", FAMILIES)
 def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture, converted, load):
-    checkpoint = converted(row.stem, WIDTHS, centred=True, **OPTIONS.get(row.model_type, {}))
+    checkpoint = converted(row.model_type, WIDTHS, centred=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, dense = model.config.to_dict(), tokens(model)
@@ -44,7 +44,7 @@ def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture,
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
 def test_a_pruned_model_takes_what_a_checkpoint_takes(kv_dtype: str, converted, load):
-    checkpoint = converted("Qwen2", WIDTHS)
+    checkpoint = converted("qwen2", WIDTHS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     mask = ChannelMask(checkpoint.channel_mask)
     with prune_model(model, mask, **SIZES):
@@ -57,14 +57,14 @@ def test_a_pruned_model_takes_what_a_checkpoint_takes(kv_dtype: str, converted, 
 
 
 def test_windows_are_those_of_the_mask_unless_they_are_given(converted):
-    checkpoint = converted("Llama", WIDTHS)
+    checkpoint = converted("llama", WIDTHS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source)
     with prune_model(model, load_mask(checkpoint.folder / "channel_mask.safetensors"), flush_size=2):
         assert [model.config.leank[name] for name in SIZES] == [3, 6, 2]
 
 
 def test_an_error_in_the_block_leaves_the_model_as_it_was(converted):
-    checkpoint = converted("Llama", WIDTHS)
+    checkpoint = converted("llama", WIDTHS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     dense = tokens(model)
     with pytest.raises(KeyboardInterrupt), prune_model(model, checkpoint.folder):
@@ -75,7 +75,7 @@ def test_an_error_in_the_block_leaves_the_model_as_it_was(converted):
 
 
 def test_weights_that_decoding_laid_side_by_side_lie_apart_again(converted):
-    checkpoint = converted("Llama", WIDTHS)
+    checkpoint = converted("llama", WIDTHS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source)
     parts = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
     before = [part.detach().clone() for part in parts]
@@ -93,7 +93,7 @@ def test_weights_that_decoding_laid_side_by_side_lie_apart_again(converted):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_in_place_keeps_its_effect(converted):
     peft = pytest.importorskip("peft")
-    checkpoint = converted("Llama")
+    checkpoint = converted("llama")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = tokens(model)
@@ -105,7 +105,7 @@ def test_an_adapter_in_place_keeps_its_effect(converted):
 
 
 def test_what_cannot_be_pruned_in_memory_is_refused_and_left_alone(converted):
-    checkpoint = converted("Llama", WIDTHS)
+    checkpoint = converted("llama", WIDTHS)
     mask = checkpoint.folder
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source)
 

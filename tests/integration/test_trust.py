@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from leank_convert import warmup
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from tests.checks import run
 
 CPU = torch.device("cpu")
 
@@ -49,31 +48,29 @@ def plant(checkpoint, tmp_path, marker):
         if "tokenizer" in places:
             (folder / "tokenizer_own.py").write_text(text)
             path = folder / "tokenizer_config.json"
-            settings = {
-                **json.loads(path.read_text()),
-                "auto_map": {"AutoTokenizer": [None, "tokenizer_own.T"]},
-            }
-            path.write_text(json.dumps(settings))
+            own = {"auto_map": {"AutoTokenizer": [None, "tokenizer_own.T"]}}
+            path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
         if "compiled" in places:
             for path in folder.glob("*_leank.py"):
                 (tmp_path / "x.py").write_text(path.read_text() + text)
-                py_compile.compile(
-                    str(tmp_path / "x.py"), cfile=f"{folder}/__pycache__/{path.stem}.cpython-311.pyc"
-                )
-                shutil.copy(f"{folder}/__pycache__/{path.stem}.cpython-311.pyc", folder / f"{path.stem}.pyc")
+                compiled = f"{folder}/__pycache__/{path.stem}.cpython-311.pyc"
+                py_compile.compile(str(tmp_path / "x.py"), cfile=compiled)
+                shutil.copy(compiled, folder / f"{path.stem}.pyc")
         return folder
 
     return make
 
 
-@pytest.mark.parametrize("place", ["runtime", "custom_generate", "tokenizer"])
+LOADING = "evaluate PLANTED -n 2 --recipe quickstart"
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("place", "command"),
     [
-        "evaluate PLANTED -n 2 --recipe quickstart",
-        "evaluate CHECKPOINT -n 2 --recipe quickstart --against PLANTED",
-        "evaluate-text PLANTED --text PLANTED/README.md --prefix-tokens 9",
-        "warmup PLANTED",
+        *((place, LOADING) for place in ("runtime", "custom_generate", "tokenizer")),
+        ("runtime", "evaluate CHECKPOINT -n 2 --recipe quickstart --against PLANTED"),
+        ("tokenizer", "evaluate-text PLANTED --text PLANTED/README.md --prefix-tokens 9"),
+        ("custom_generate", "warmup PLANTED"),
     ],
 )
 def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker, checkpoint, monkeypatch):
@@ -82,7 +79,7 @@ def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker
     paths = {"PLANTED": str(plant(place)), "CHECKPOINT": str(checkpoint)}
     for name, path in paths.items():
         command = command.replace(name, path)
-    result = CliRunner().invoke(main, command.split())
+    result = run(*command.split())
     assert (result.exit_code, result.stdout) == (2, "")
     error, hint = result.stderr.strip().splitlines()[-2:]
     assert error.startswith("error: ") and paths["PLANTED"] in error
@@ -112,7 +109,7 @@ def test_other_commands_run_nothing_of_it(
     folder = plant("runtime", "custom_generate", "tokenizer")
     command = command.replace("PLANTED", str(folder)).replace("OUT", str(tmp_path / "out"))
     command = command.replace("SOURCE", str(retriever_folder))
-    result = CliRunner().invoke(main, command.split())
+    result = run(*command.split())
     assert (result.exit_code, marker.exists()) == (exit_code, False), result.stderr
     assert ("was loaded" in result.stderr) == ("onnx" in command)
 
