@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from leank_convert.cli import main
 from leank_convert.inspection import inspect_artifact
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
@@ -15,6 +13,7 @@ from leank_convert.train import derive as module
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.model import count_bytes, find_model
+from tests.checks import run
 from tests.tiny_families import tiny_llama
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
@@ -45,7 +44,7 @@ def gpu(monkeypatch):
 
 
 def train(*arguments):
-    return CliRunner().invoke(main, ["train", *map(str, arguments), "--device", "cpu"])
+    return run("train", *arguments, "--device", "cpu")
 
 
 def in_brief(recipe):

@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from bin.benchmarks.geometries import GEOMETRIES
-from leank_convert.cli import main
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train import forecast as module
 from leank_convert.train.forecast import Forecast, forecast
 from leank_convert.train.model import count_bytes, find_model
+from tests.checks import done, run
 
 GB = 10**9
 
@@ -84,15 +83,13 @@ def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_pat
     arguments += ["--recipe", "quickstart", "--recent-size", "16", "--sink-size", "4", "--device", "cpu"]
     command = ["train", str(retriever_folder), "-o", "out", *arguments, "--dry-run", "--json"]
     command += ["--value-pruning-ratio", "0.5"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    document = json.loads(done(*command))
     assert document["memory"]["context"] == 2 * 2 * 2 * 16 * 4 * 400
     assert document["seconds"] == 400 * document["seconds_per_context"] > 0 < document["value_seconds"]
     assert 330 < document["tokens_per_step"] < 500  # the mean length, and two more questions
     monkeypatch.setenv("RANK", "1")  # one of several processes prints the plan
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert CliRunner().invoke(main, command).output == ""
+    assert run(*command).output == ""
     assert list(tmp_path.iterdir()) == [] and snapshot(retriever_folder) == before
 
 

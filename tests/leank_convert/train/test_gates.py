@@ -17,7 +17,7 @@ from leank_convert.report import mask_report
 from leank_convert.train import loop
 from leank_convert.train.attention import Student
 from leank_convert.train.forecast import forecast
-from leank_convert.train.gates import load_pattern, save_pattern
+from leank_convert.train.gates import load_pattern
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
@@ -164,12 +164,11 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
     assert mask.widths == ((0, 16), (16, 0))
 
 
-@pytest.mark.parametrize("place", [3, 15])  # within the gates, in stage 2
-def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
-    make, tmp_path, read_log, without_times, fail_at, place
+def test_a_run_killed_within_the_gates_goes_on_to_the_same_bits(
+    make, tmp_path, read_log, without_times, fail_at
 ):
     make("whole", **BOTH)
-    with fail_at(Run, "advance", place + 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    with fail_at(Run, "advance", 4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         make("killed", **BOTH)
     make("killed", resume=True, **BOTH)
     whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
@@ -200,16 +199,9 @@ def load(folder):
 
     def run(layers=2, heads=3, **changes):
         recipe = Recipe(method="duo-attention", heads={"pattern": str(folder)}, **changes)
-        config = {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "num_attention_heads": 12,
-            "num_key_value_heads": heads,
-            "hidden_size": 96,
-            "vocab_size": 10,
-        }
-        facts = read_model_facts(config, origin="tiny")
-        return load_pattern(recipe, facts)
+        config = {"model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": heads}
+        config |= {"num_attention_heads": 12, "hidden_size": 96, "vocab_size": 10}
+        return load_pattern(recipe, read_model_facts(config, origin="tiny"))
 
     return run
 
@@ -220,23 +212,13 @@ def test_gates_are_read_by_layer_and_head_and_clamped(load):
     assert gates[..., 0].tolist() == [[0.0, 0.55859375, 1.0], [1.0, 0.0, 0.734375]]
 
 
-def test_a_saved_pattern_reads_back_with_the_same_bits(load, folder):
-    gates = torch.rand(4, 2, 1)
-    save_pattern(gates, Recipe().windows, folder)
-    assert torch.equal(load(4, 2), gates)
-    assert json.loads((folder / "config.json").read_text()) == {"sink_size": 128, "recent_size": 1024}
-
-
-def test_a_single_layer_or_head_keeps_its_shape(load, folder):
+def test_a_single_layer_or_head_keeps_its_shape_and_another_models_is_refused(load, folder):
+    with pytest.raises(LeanKError, match=r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
+        load(3, 2)
     (folder / "full_attention_heads.tsv").write_text("0.5\t1.0\n")
     assert load(1, 2).shape == (1, 2, 1)
     (folder / "full_attention_heads.tsv").write_text("0.5\n1.0\n")
     assert load(2, 1).shape == (2, 1, 1)
-
-
-def test_another_models_pattern_is_refused(load):
-    with pytest.raises(LeanKError, match=r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
-        load(3, 2)
 
 
 @pytest.mark.parametrize(

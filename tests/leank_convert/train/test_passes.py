@@ -14,7 +14,7 @@ from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next"]
+FAMILIES = ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_next"]
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 # Question and answer tokens.
 ONE, SEVERAL = [(0, 12)], [(5, 4), (0, 7), (9, 1)]
@@ -117,9 +117,7 @@ def draw_key_mean(is_centred=True):
     return 3 * torch.randn(shape, generator=generator) if is_centred else None
 
 
-@pytest.mark.parametrize(
-    ("questions", "is_centred"), [(ONE, True), (SEVERAL, False), (SEVERAL, True), ([(0, 1)], False)]
-)
+@pytest.mark.parametrize(("questions", "is_centred"), [(ONE, True), (SEVERAL, True), ([(0, 1)], False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions, is_centred):
     model = build(family, torch.float64)
@@ -197,7 +195,7 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_context", "offload"), [(41, False), (48, True), (49, True)])
+@pytest.mark.parametrize(("num_context", "offload"), [(41, False), (49, True)])
 def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, offload, monkeypatch):
     model, mean = build(family, torch.float64), draw_key_mean()
     sample, windows = draw_sample(num_context, SEVERAL), Windows(5, 8)
@@ -233,11 +231,10 @@ def test_a_rotary_embedding_that_grows_with_the_length_is_that_of_the_whole_cont
 
 
 @pytest.mark.parametrize("windows", [Windows(5, 8), Windows(70, 20), Windows(4, 300)])
-@pytest.mark.parametrize("num_context", [65, 128])  # one size, whose middle begins at the same place
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_padding_changes_neither_loss_nor_gradient(family, num_context, windows):
+def test_padding_changes_neither_loss_nor_gradient(family, windows):
     model = build(family, torch.float64)
-    sample = draw_sample(num_context, SEVERAL)
+    sample = draw_sample(65, SEVERAL)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
     sees = torch.tensor([[True, True], [False, True], [False, False]])
     sizes = padded_sizes(sample, 1000)

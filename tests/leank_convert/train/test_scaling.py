@@ -80,11 +80,6 @@ def test_more_equal_best_gates_than_heads_to_keep_are_told(write, caplog, method
     assert told in caplog.text if told else caplog.text == ""
 
 
-def test_imported_gates_are_not_blamed_on_a_weight(write, caplog):
-    write(None, 32, torch.ones(2, 2, 1), method="duo-attention", heads={"pattern": "folder"})
-    assert caplog.text == ""
-
-
 def test_a_mask_without_a_channel_is_told_as_one(write, caplog):
     write(torch.zeros(2, 2, 16), 0)
     assert "no head keeps a channel" in caplog.text
