@@ -304,27 +304,27 @@ KINDS = {
         for key in LEANK_KEYS
     },
     **{
-        f"config.{key}, {fits}": (edit_json("config.json", put(key, value)), fits, said)
+        f"config.{key}": (edit_json("config.json", put(key, value)), "source", "")
         for key, value in CONFIG.items()
-        for fits, said in (("left", "digest of config.json: "), ("source", ""))
     },
     **{
-        f"{name} changed, {fits}": (append(name), fits, name)
-        for name in (*COMPANIONS, "tokenizer_config.json", "README.md")
-        for fits in ("left", "source")
-        if fits == "left" or name in COMPANIONS
+        f"{name} changed": (append(name), "left", f"digest of {name}: ")
+        for name in ("config.json", "tokenizer_config.json", "README.md")
     },
+    **{f"{name} changed, listed": (append(name), "source", name) for name in COMPANIONS},
+    **{f"{name} gone": (remove(name), "left", name) for name in ("tokenizer.json", "README.md")},
     **{
-        f"{name} gone, {fits}": (remove(name), fits, name)
-        for name in (*COMPANIONS, "tokenizer_config.json", "README.md")
-        for fits in ("left", "source")
-        if fits == "left" or name != "README.md"
+        f"{name} gone, listed": (remove(name), "source", name)
+        for name in (*COMPANIONS, "tokenizer_config.json")
     },
     **{
         f"tokenizer_config.{key}": (edit_json("tokenizer_config.json", put(key, value)), "source", f"`{key}`")
         for key, value in {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}.items()
     },
-    **{f"{name} flipped": (partial(flip, name), "left", "digest of model-") for name in (*PERMUTED, *SAME)},
+    **{
+        f"{name} flipped": (partial(flip, name), "left", "digest of model-")
+        for name in (PERMUTED[0], SAME[0])
+    },
     **{
         f"{name} flipped, listed": (partial(flip, name), "source", f"tensor `{name}` {claim} its source")
         for names, claim in ((PERMUTED, "is not the permutation of"), (SAME, "differs from"))
