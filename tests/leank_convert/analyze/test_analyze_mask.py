@@ -60,11 +60,7 @@ def test_files_are_a_page_its_pictures_and_the_numbers(save, outlying, tmp_path)
     assert "<h1>Analysis of mask.npy</h1>" in page
 
 
-@pytest.mark.parametrize(("shape", "kept"), [((1, 2, 7), True), ((20, 1, 6), False)], ids=str)
-def test_odd_masks_are_drawn_and_told(save, tmp_path, shape, kept):
-    shown = done("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
-    assert (tmp_path / "out" / "analysis.html").exists()
-    assert f"K {0 if kept else 100}.0%" in shown
+def test_many_widths_are_told_by_their_number(save):
     many = torch.arange(32) < torch.arange(32)[None, :, None]
     assert "32 widths from 0 to 31" in done("analyze", save(many))
 
@@ -78,20 +74,6 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
     assert found["widths"] == [[12, 0, 0, 0], [0, 0, 0, 0], [0, 5, 0, 0]]
     assert found["element_bytes"] == 4
     assert found["model"] == "llama-model"
-
-
-def test_an_existing_output_is_left_as_it_is(save, outlying, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("precious")
-    (tmp_path / "new.partial").mkdir()
-    (tmp_path / "new.partial" / "thesis.tex").write_text("precious")
-    reasons = {"out": "already exists", "out/thesis.tex": "is a file", "new": "`new.partial` is in the way"}
-    for out, reason in reasons.items():
-        told = rejected("analyze", save(outlying), "-o", tmp_path / out)
-        assert reason in told.replace(f"{tmp_path}/", "") and "hint: " in told
-    assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
-    assert (tmp_path / "new.partial" / "thesis.tex").read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
 
 
 def test_what_is_no_mask_is_refused_with_a_remedy(tmp_path, source_model):

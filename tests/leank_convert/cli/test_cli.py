@@ -24,20 +24,20 @@ def exported(tmp_path_factory):
 
 
 HELPS = [["--help"], *([command, "--help"] for command in sorted(main.commands))]
-OWN = "leank_convert.cli import main"
-MEASURING = "bin.benchmarks.__main__ import benchmark as main", ["kernel", "--help"]
+OWN, MEASURING = "leank_convert.cli import main", "bin.benchmarks.__main__ import benchmark as main"
 
 
-@pytest.mark.parametrize(("command", "arguments"), [*((OWN, arguments) for arguments in HELPS), MEASURING])
-def test_help_imports_no_heavy_library(command, arguments):
+@pytest.mark.parametrize(("command", "helps"), [(OWN, HELPS), (MEASURING, [["kernel", "--help"]])])
+def test_help_imports_no_heavy_library(command, helps):
     code = (
         f"import sys; from {command}\n"
-        f"try: main({arguments!r})\n"
-        "except SystemExit: pass\n"
+        f"for arguments in {helps!r}:\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Usage:" in done.stdout
+    assert done.stdout.count("Usage:") == len(helps)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(len(line) <= 80 and not re.match("  .*\\.\\.\\.$", line) for line in done.stdout.splitlines())
 
@@ -134,9 +134,7 @@ def test_verify_reports_and_its_exit_code_tells(tmp_path, exported, copy_of):
     assert "FAIL  digest of cache_leank.py" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("memory", "expected"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("64MiB", 64 << 20), ("9B", 9)]
-)
+@pytest.mark.parametrize(("memory", "expected"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("9B", 9)])
 def test_inspect_reads_an_amount_of_memory(memory, expected):
     facts = json.loads(done("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json"))
     assert (facts["capacity"]["memory_bytes"], facts["capacity"]["tokens"]) == (expected, 8192)

@@ -11,7 +11,7 @@ from leank_convert.methods.statistics import high_frequency_channels, measure_at
 from leank_convert.train.attention import ATTENTION_NAME
 from tests.tiny_families import tiny_model
 
-FAMILIES = ["llama", "qwen2", "qwen3"]
+FAMILIES = ["llama", "qwen3"]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 8
 GROUPS = HEADS // KV_HEADS
 

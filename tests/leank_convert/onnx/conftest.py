@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from leank_convert.leank_block import encode_masks
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
-from runtime import configuration_leank, modeling_leank
+from tests.runtime.conftest import build_pair
 from tests.tiny_families import random_mask
 
 VOCAB = 64
@@ -46,49 +44,18 @@ class Exported:
 
 def build(case, windows):
     """The stock model and the runtime's, of the same weights, and the masks."""
-    widths, _ = CASES[case]
-    family = case.split(",")[0]
-    masks = random_mask(widths)
-    num_layers, kv_heads, head_dim = masks.shape
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": kv_heads * 2 * head_dim if family == "Qwen2" else kv_heads * 2 * 8,
-        "intermediate_size": 40,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": kv_heads * 2,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        # Large weights make attention sharp, so that a wrong logit shows.
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    if family == "Mistral":
-        sizes["sliding_window"] = None
-    torch.manual_seed(0)
-    dense = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**sizes)
-    ).eval()
-    for name, parameter in dense.named_parameters():
+    family, masks = case.split(",")[0], random_mask(CASES[case][0])
+    pair = build_pair(masks, family, 2, *windows, "deferred")
+    for name, parameter in pair.dense.named_parameters():
         if name.endswith("bias"):  # zero in a new model
             parameter.data.normal_(0, 0.3)
-    block = {
-        "format_version": 1,
-        "widths": widths,
-        "channel_masks": encode_masks(masks),
-        "head_permutation": [list(range(kv_heads))] * num_layers,
-        **dict(zip(("sink_size", "recent_size", "flush_size"), windows, strict=True)),
-        "prune": "deferred",
-        **({"value_widths": VALUE_WIDTHS[case]} if case in VALUE_WIDTHS else {}),
-    }
-    config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
-    leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(config).eval()
-    leank.load_state_dict(dense.state_dict())
+    pair.leank.load_state_dict(pair.dense.state_dict())
+    if case in VALUE_WIDTHS:
+        pair.leank.config.leank = {**pair.leank.config.leank, "value_widths": VALUE_WIDTHS[case]}
     if family == "Qwen2":  # of which keys have biases, the one family that centres them here
         key_mean = torch.randn(masks.shape, generator=torch.Generator().manual_seed(1)) * 3
-        leank.key_means = list(key_mean[:, None].unbind())
-    return dense, leank, masks
+        pair.leank.key_means = list(key_mean[:, None].unbind())
+    return pair.dense, pair.leank, masks
 
 
 def write(folder, dense, leank, masks, windows):

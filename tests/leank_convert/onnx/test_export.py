@@ -136,11 +136,7 @@ def test_check_finds_what_is_not_the_models(folder, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (
-            {},
-            "--opset 17",
-            "opset 17 is not supported; graphs are written for 18 to 25\nhint: leave `--opset`",
-        ),
+        ({}, "--opset 17", "opset 17 is not supported; graphs are written for 18 to 25\nhint: leave"),
         ({}, "--set stage1.steps=9", "--set stage1.steps has no effect"),
         ({}, "--prune eager", "no such option `--prune`"),
         ({"model_type": "mistral", "sliding_window": 8}, "", "attend within a sliding window only"),
@@ -237,9 +233,8 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, mo
         path.with_name("model.onnx.data").write_bytes(b"a part")
         raise OSError("problem writing element 24576 to file")  # numpy's, without a number
 
-    monkeypatch.setattr(
-        export, "write_graph", lambda _, path, opset: export._save(SimpleNamespace(save=save), path)
-    )
+    broken = SimpleNamespace(save=save)
+    monkeypatch.setattr(export, "write_graph", lambda _, path, opset: export._save(broken, path))
     told = rejected("export-onnx", checkpoint, "-o", tmp_path / "out")
     assert "model.onnx.data` could not be written to its end: problem writing element 24576" in told
     assert "hint: most likely the disk is full" in told

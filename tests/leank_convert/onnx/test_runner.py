@@ -17,7 +17,6 @@ from runtime.configuration_leank import read_settings
 PROMPTS = {
     "one prompt at once": ([37], 256),
     "unequal prompts in chunks": ([37, 5, 20], 16),
-    "one token": ([1, 2], 9),
     "token by token": ([9, 14], 1),
     "a last chunk of one token": ([33, 17], 16),
     "prompts as long as the windows": ([3, 9, 10, 13], 64),
@@ -28,7 +27,6 @@ RUNS = [("Llama", name, "float32") for name in PROMPTS] + [
     ("Qwen3", "unequal prompts in chunks", "float32"),
     ("Mistral", "unequal prompts in chunks", "float32"),
     ("Llama", "unequal prompts in chunks", "float16"),
-    ("Llama, V pruned", "unequal prompts in chunks", "float32"),
     ("Llama, V pruned", "prompts as long as the windows", "float32"),
 ]
 

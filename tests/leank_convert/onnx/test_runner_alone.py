@@ -76,10 +76,7 @@ def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
     ("config", "tokens"),
     [
         ([{"name": "rag", "template": "w1"}, {"name": "default", "template": "w2"}], [6]),
-        (
-            "{{ bos_token }} {{ messages[0].content }} {% if tools is none %}{{ eos_token }}{% endif %}",
-            [1, 4, 2],
-        ),
+        ("{{ bos_token }} w0 {% if tools is none %}{{ eos_token }}{% endif %}", [1, 4, 2]),
         ([1, {"name": "default"}], None),
         ([{"name": "rag", "template": "w1"}], None),
         (5, None),
@@ -130,16 +127,20 @@ def test_a_file_that_is_missing_or_damaged_is_named(name, content, message, copi
         LeanKOnnx(copied).encode_chat(CONVERSATION)
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
-@pytest.mark.parametrize("name", ["model.onnx.data", "leank_onnx_cache.py", "tokenizer.json"])
-def test_every_file_has_a_digest_that_finds_it_changed_or_missing(name, spoil, copied):
+def test_every_file_has_a_digest_that_finds_it_changed_or_missing(copied):
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copied.iterdir()}
     change_description(copied, files={key: digests[key] for key in digests.keys() - {"leank_onnx.json"}})
     model = LeanKOnnx(copied)
     model.check_files()
-    spoil(copied / name)
-    with pytest.raises(LeanKOnnxError, match=rf"{name}` (differs from what was exported|is missing)"):
-        model.check_files()
+    for name in ("model.onnx.data", "leank_onnx_cache.py", "tokenizer.json"):
+        content = (copied / name).read_bytes()
+        (copied / name).write_bytes(content[:-1])
+        with pytest.raises(LeanKOnnxError, match=f"{name}` differs from what was exported"):
+            model.check_files()
+        (copied / name).unlink()
+        with pytest.raises(LeanKOnnxError, match=f"{name}` is missing"):
+            model.check_files()
+        (copied / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +156,6 @@ def test_every_file_has_a_digest_that_finds_it_changed_or_missing(name, spoil, c
         ({"buckets": 3}, r"\(TypeError: "),
         # Shapes that are not the graph's: of widths, layers, elements, logits.
         ({"buckets": [[{"width": 3, "heads": [0, 4]}]] * 2}, "onnxruntime cannot run the graph: "),
-        (
-            {"buckets": [[{"width": 5, "heads": [1, 3]}, {"width": 16, "heads": [3, 4]}]]},
-            "onnxruntime cannot run the graph: ",
-        ),
         ({"dtype": "float16"}, "onnxruntime cannot run the graph: "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -84,7 +84,7 @@ def test_one_head_that_differs_from_an_even_mask_is_no_outlier_and_a_whole_pair_
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 6), (2, 1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 7)], ids=str)
 def test_even_masks_have_no_outliers_and_whole_numbers(shape, kept):
     found = analyze_mask(ChannelMask(torch.full(shape, kept)))
     assert found.kept == float(kept)

@@ -21,6 +21,7 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.onnx import export_onnx
 from leank_convert.verify import verify_checkpoint
 from tests.checks import failed, prune_values
+from tests.tiny_families import OPTIONS
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 INT4 = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": None}
@@ -142,7 +143,6 @@ CONTRADICTIONS = [
     # A host may take what has a region for the cache.
     ("outputs.3.region", "window", "`outputs.3.region` is 'window'; the mask gives None"),
 ]
-OTHER_MODEL = ChannelMask(torch.ones(3, 2, 16, dtype=torch.bool))
 # By their names: what is done, the check that fails, and a part of what it says.
 SPOILED = {
     "no description": (remove(DESCRIPTION), "description", f"out/{DESCRIPTION}"),
@@ -261,8 +261,8 @@ def test_another_mean_of_keys_is_found(retriever_centred, retriever_folder, copy
 def test_a_graph_of_pruned_v_verifies_and_other_widths_and_bases_are_found(
     weights, source_model, fitting_mask, tmp_path
 ):
-    # Q, K and V in one tensor, to whose dtype the fold is rounded.
-    source = source_model("phi3", dtype="bfloat16", pad_token_id=0)
+    # Q, K and V in one tensor, partly rotated, to whose dtype the fold is rounded.
+    source = source_model("phi3", dtype="bfloat16", pad_token_id=0, **OPTIONS["phi3"])
     (source / "tokenizer.json").unlink()
     mask = prune_values(fitting_mask(source), source)
     checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
