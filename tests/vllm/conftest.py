@@ -6,17 +6,21 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from leank_convert import convert_adapter
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES
 from leank_convert.kv_scales import KVScales
@@ -122,8 +126,54 @@ def centred(random_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def in_fp8(random_checkpoint: Callable[..., Path]) -> Path:
-    """The same, whose cache is in FP8."""
-    return random_checkpoint("llama", "fp8")
+    """That again, whose cache is in FP8."""
+    return random_checkpoint("llama", "fp8", is_centred=True)
+
+
+@pytest.fixture(scope="session")
+def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, an adapter of its original, the same converted, and a checkpoint that has it merged."""
+    root, rank, scale = tmp_path_factory.mktemp("adapters"), 4, 2
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    mask = random_mask([[20, 0, 32, 13], [16, 0, 4, 0], [8, 32, 8, 32]], 32)  # all heads move
+
+    def export(name: str) -> None:
+        model.save_pretrained(root / "source" / name)
+        export_checkpoint(root / "source" / name, mask, root / name, **SIZES)
+
+    export("checkpoint")
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, weight in model.named_parameters():
+        if "_proj" in name and "self_attn" in name:
+            first, second = (
+                0.15 * torch.randn(shape, generator=generator)
+                for shape in ((rank, weight.shape[1]), (weight.shape[0], rank))
+            )
+            for part, tensor in (("A", first), ("B", second)):
+                tensors[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] = tensor
+            weight.data += scale * second @ first
+    export("merged")
+    original = root / "original"
+    original.mkdir()
+    save_file(tensors, original / "adapter_model.safetensors")
+    targets = [f"{name}_proj" for name in "qkvo"]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": targets}
+    (original / "adapter_config.json").write_text(json.dumps(settings))
+    convert_adapter(original, root / "checkpoint", root / "converted")
+    return root
+
+
+# Of heads that keep 0, 13, 20, 32; 0, 0, 4, 16; and 8, 8, 32, 32 channels of K.
+VALUE_WIDTHS = [[0, 8, 16, 32], [0, 0, 24, 8], [16, 0, 8, 24]]
+
+
+def prune_values(folder: Path, out: Path) -> Path:
+    """Copy a checkpoint, and have V's first channels alone kept, as if they were the best directions."""
+    out = shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    config["leank"]["value_widths"] = VALUE_WIDTHS
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
@@ -154,35 +204,23 @@ def answers_of(
     return answers
 
 
-def run_engine(
+class Said(dict):
+    """What an engine said; of one that failed only its `error`, which any other key tells."""
+
+    def __missing__(self, key: str) -> Any:
+        raise AssertionError(self.get("error", f"nothing was said of `{key}`"))
+
+
+def ask(
     folder: Path,
     *,
     lengths: tuple[int, ...] = LENGTHS,
     new: int = NEW,
     rounds: Sequence[int | None] = (None,),
-    processes: bool = False,
-    fails: bool = False,
-    **options: Any,
-) -> Any:
-    """Run the engine on the folder's prompts; what it said, or wrote where it is to fail."""
-    said = _start([_ask(folder, lengths, new, rounds, **options)], processes, fails)
-    return said if fails else said[0]
-
-
-def run_engines(folders: Sequence[Path], lengths: tuple[int, ...], new: int) -> list[list[list[int]]]:
-    """What an engine for each folder answers, all in one process, which takes longer to start than to run."""
-    runs = [_ask(folder, lengths, new, (None,)) for folder in folders]
-    return [said["answers"][0] for said in _start(runs, processes=False, fails=False)]
-
-
-def _ask(
-    folder: Path,
-    lengths: tuple[int, ...],
-    new: int,
-    rounds: Sequence[int | None],
     scores: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
+    """A run on the folder's prompts, by options of the engine."""
     return {
         "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
         "prompts": prompts_of(folder, lengths),
@@ -192,16 +230,72 @@ def _ask(
     }
 
 
-def _start(runs: list[dict[str, Any]], processes: bool, fails: bool) -> Any:
+def run_engines(
+    runs: Mapping[str, dict[str, Any]], *, processes: bool = False, **environment: str
+) -> dict[str, Said]:
+    """Runs of engines, one after the other in a process: that takes longer to start than they take."""
+    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(runs)],
-        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))},
+        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps([*runs.values()])],
+        env={**os.environ, **ENVIRONMENT, **multiprocessing, **environment},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=200 + 200 * len(runs),
         check=False,
     )
-    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"[-8000:]
-    if fails:
-        return done.stdout + done.stderr
-    return [json.loads(said.splitlines()[0]) for said in done.stdout.split("SAID ")[1:]]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-8000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    names = [*runs, "then"][: len(lines)]  # of a run that another process takes over from
+    return dict(zip(names, (Said(json.loads(line[5:])) for line in lines), strict=True))
+
+
+def run_two_ranks(runs: Mapping[str, dict[str, Any]]) -> dict[str, Said]:
+    """The same, with two ranks of tensor parallelism each unless a run names another number."""
+    for run in runs.values():
+        run["options"].setdefault("tensor_parallel_size", 2)
+    return run_engines(runs, processes=True)
+
+
+# vLLM's build for CPUs has states of linear attention in bfloat16 alone.
+LINEAR: dict[str, Any] = {
+    "lengths": (170, 500),
+    "new": 20,
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 64 << 20,
+    "scores": True,
+}
+
+
+def scores_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
+    """How likely a model finds answers, token by token."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        cache, given, steps = model.build_cache(), torch.tensor([prompt]), []
+        for token in answer:
+            with torch.inference_mode():
+                logits = model(given, use_cache=True, **{CACHE: cache}).logits
+            steps.append(logits[0, -1].float().log_softmax(-1)[token])
+            given = torch.tensor([[token]])
+        found.append(torch.stack(steps))
+    return torch.stack(found)
+
+
+@pytest.fixture(scope="session")
+def hold_to_runtime() -> Callable[[Path, Said], None]:
+    """Holds answers of an engine in bfloat16 to what that costs the checkpoint's own runtime."""
+
+    def hold(folder: Path, said: Said) -> None:
+        asked = prompts_of(folder, LINEAR["lengths"]), said["answers"][-1]
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        stock = transformers.Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        stock.build_cache = lambda: transformers.DynamicCache(config=stock.config)
+        exact, rounded, dense = (scores_of(model, *asked) for model in (*models, stock))
+        served, lost, pruned = (
+            float((scores - exact).norm()) for scores in (torch.tensor(said["scores"][-1]), rounded, dense)
+        )
+        assert served < 2 * lost < pruned / 2
+
+    return hold

@@ -4,22 +4,29 @@ The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new
 `scores` are to say how likely these were, and `rounds`: how many of them are answered at once, time after
 time; null is all. `adapters` among the options is the folder of each prompt's LoRA adapter, null without
 one. `transfers` say for each prompt which pages move, and `then` is a run in another process, which takes
-them over. Counters go on from run to run.
+them over. Counters go on from round to round. Of a run that fails the error is said, and the next one begins.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import traceback
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 # It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
 CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+# Once is enough for the process, and a second time it stumbles over modules that came in between.
+current_platform.register_triton_kernel_overrides = functools.cache(
+    current_platform.register_triton_kernel_overrides
+)
 
 
 def count_running(scheduler):
@@ -79,6 +86,7 @@ def run(asked):
         said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))
         said["running"].append(max(running))
         running[:] = [0]
+    said["asked"] = asked["rounds"]
     said["pulled"] = counters.get("vllm:external_prefix_cache_hits", 0)
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
     if core is not None:
@@ -88,7 +96,7 @@ def run(asked):
             [type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size]
             for group in cache.kv_cache_groups
         ]
-    print("SAID", json.dumps(said), flush=True)  # noqa: T201
+    say(said)
     if "then" in asked:
         following = {**asked["then"], "transfers": [output.kv_transfer_params for output in outputs]}
         port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]) + 1)}
@@ -96,10 +104,18 @@ def run(asked):
         subprocess.run(command, env={**os.environ, **port}, check=True)
 
 
+def say(said):
+    """Print a line, wherever another library has left the cursor."""
+    print("\nSAID", json.dumps(said), flush=True)  # noqa: T201
+
+
 def main() -> None:
     """Run one engine after the other."""
     for asked in json.loads(sys.argv[1]):
-        run(asked)
+        try:
+            run(asked)
+        except Exception:
+            say({"error": traceback.format_exc()})
         cleanup_dist_env_and_memory()
 
 

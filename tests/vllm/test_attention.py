@@ -7,12 +7,7 @@ from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.layout_leank import cut_layers, order_channels
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.stored_leank import StoreTensors
-from leank_convert.vllm.attention import (
-    append_by_slot,
-    attend_densely,
-    gather_tokens,
-    view_tables,
-)
+from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
 from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
 
 HEAD_DIM, GROUPS, SINK, SCALE = 16, 2, 3, 0.3
@@ -173,18 +168,6 @@ def test_a_mean_comes_off_keys_and_nothing_else_before_they_are_written(dtype):
         held.append([as_bytes(pool)[1:] for pool in store[:4]])
     for pools in zip(*held, strict=True):
         torch.testing.assert_close(*pools, rtol=0, atol=0)
-
-
-def test_a_prompt_in_chunks_attends_as_to_keys_with_their_mean():
-    layout, mask, store = make_store((0, 5, 16))
-    keys, values, mean = (states.double() for states in draw_tokens(len(mask)))
-    store = store.map_memory(torch.Tensor.double)._replace(key_mean=mean.float())
-    write_rows(store, layout, keys, values)
-    gathered = gather_tokens(store, layout, 0, 70, torch.float64)
-    torch.testing.assert_close(gathered[0], keys[0] - mean.float())
-    query = torch.randn(9, len(mask) * GROUPS, HEAD_DIM, dtype=torch.float64)
-    expected = attend_densely(query, keys[0], values[0], SCALE)
-    torch.testing.assert_close(attend_densely(query, *gathered, SCALE), expected)
 
 
 def test_padding_is_written_nowhere_that_is_read(case):

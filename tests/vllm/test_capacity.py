@@ -6,7 +6,7 @@ from leank_convert._runtime.windows_leank import Windows
 from leank_convert.inspection import Load, inspect_artifact
 from leank_convert.vllm.capacity import count_pruned
 from leank_convert.vllm.pages import BLOCK_SIZE
-from tests.vllm.conftest import run_engine
+from tests.vllm.conftest import answers_of, ask, run_engines
 
 PROMPT, NEW = 360, 60
 MEMORY = 16 << 20
@@ -23,27 +23,34 @@ def test_a_request_takes_its_kept_pages_and_the_windows_of_its_sink_and_recent_t
     assert counted == {14: 0, 15: 1, 27: 1, 28: 2}
 
 
-@pytest.mark.parametrize("side", ["pruned", "dense"])
-def test_so_many_requests_run_at_once_and_no_more(checkpoint, monkeypatch, side):
+@pytest.fixture(scope="module")
+def said(checkpoint):
+    """What engines say with the plugin and without, of as many requests as fit, and of some more."""
     pytest.importorskip("vllm", reason="bin/test-vllm runs it")
     told = inspect_artifact(checkpoint, Load(MEMORY, PROMPT + NEW))["capacity"]
-    fits = told[side]["requests"]
-    options = {}
-    if side == "dense":
-        monkeypatch.setenv("VLLM_PLUGINS", "")
-        options = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}, "trust_remote_code": True}
-    # A tenth more: what a request holds is counted wherever its window begins, and so one page too many.
-    more = fits + fits // 10 + 1
-    said = run_engine(
-        checkpoint,
-        lengths=(PROMPT,) * more,
-        new=NEW,
-        rounds=(fits, more),
-        block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=MEMORY,
-        enable_prefix_caching=False,
-        **options,
-    )
-    assert said["blocks"] == told[side]["blocks"]
-    assert said["running"][0] == fits and said["preemptions"][0] == 0
-    assert said["running"][1] < more or said["preemptions"][1] > 0
+    runs = {}
+    for side in ("pruned", "dense"):
+        fits = told[side]["requests"]
+        # A tenth more: what a request holds is counted wherever its window begins, and so one page too many.
+        more = fits + fits // 10 + 1
+        options = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
+        runs[side] = ask(checkpoint, lengths=(PROMPT,) * more, new=NEW, rounds=(fits, more), **options)
+    runs["answers"] = ask(checkpoint)
+    dense = {name: runs[name] for name in ("dense", "answers")}
+    for run in dense.values():
+        stock = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}, "trust_remote_code": True}
+        run["options"] |= stock
+    return told, run_engines({"pruned": runs["pruned"]}) | run_engines(dense, VLLM_PLUGINS="")
+
+
+@pytest.mark.parametrize("side", ["pruned", "dense"])
+def test_so_many_requests_run_at_once_and_no_more(said, side):
+    told, (fits, more), found = said[0][side], said[1][side]["asked"], said[1][side]
+    assert found["blocks"] == told["blocks"] and fits == told["requests"]
+    assert found["running"][0] == fits and found["preemptions"][0] == 0
+    assert found["running"][1] < more or found["preemptions"][1] > 0
+
+
+def test_without_the_plugin_the_dense_model_answers(said, checkpoint):
+    assert said[1]["answers"]["answers"] == [answers_of(checkpoint, dense=True)]
+    assert said[1]["answers"]["groups"] == [["FullAttentionSpec", 32]]

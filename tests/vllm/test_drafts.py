@@ -7,17 +7,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.vllm.conftest import answers_of, run_engine
+from tests.vllm.conftest import answers_of, ask, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 NUM_DRAFTS = 3
-
-
-@pytest.fixture(autouse=True)
-def beside(monkeypatch):
-    """Pages of a block lie side by side, which GPUs do by themselves."""
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+WHOLE = {"lengths": (12, 20, 31), "new": 29}
 
 
 @pytest.fixture(scope="module")
@@ -47,38 +42,45 @@ def head(original):
     return folder
 
 
-def run_with(folder, method, model, **options):
-    """Answers of an engine whose drafts are a model's."""
-    drafts = {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
-    return run_engine(folder, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
+@pytest.fixture(scope="module")
+def said(checkpoint, original, head):
+    """What engines say whose drafts are a model's, pages of a block side by side, as on GPUs."""
+
+    def with_drafts(method, model, **options):
+        drafts = {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
+        return ask(checkpoint, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
+
+    eagle = with_drafts("eagle", head, rounds=(None, None))
+    runs = {
+        "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
+        "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
+        "eagle": eagle,
+    }
+    beside = run_engines(runs, VLLM_KV_CACHE_LAYOUT="BLHNC")
+    return beside | run_engines({"another layout": eagle})
 
 
-def test_drafts_of_a_model(checkpoint, original):
-    said = run_with(checkpoint, "draft_model", original, rounds=(None, None), max_num_batched_tokens=256)
-    assert said["answers"] == [answers_of(checkpoint)] * 2
+def test_drafts_of_a_model(said, checkpoint):
+    assert said["model"]["answers"] == [answers_of(checkpoint)] * 2
     # One block holds kept pages and those of the draft's layers.
-    assert said["groups"] == [["LeanKKeptSpec", 32], ["LeanKWindowSpec", 48]]
-    assert said["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 480, 0, 864, 0]]
+    assert said["model"]["groups"] == [["LeanKKeptSpec", 32], ["LeanKWindowSpec", 48]]
+    assert said["model"]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 480, 0, 864, 0]]
 
 
-def test_a_model_that_drafts_is_right_while_nothing_is_pruned(checkpoint, original):
+def test_a_model_that_drafts_is_right_while_nothing_is_pruned(said, checkpoint):
     """So what it reads of its own cache is what it wrote."""
-    load = {"lengths": (12, 20, 31), "new": 29}
-    said = run_with(checkpoint, "draft_model", original, **load, block_size=None)
-    assert said["groups"][0] == ["LeanKKeptSpec", 64]  # whatever the draft's backend prefers
-    assert said["answers"] == [answers_of(checkpoint, **load)]
+    assert said["whole"]["groups"][0] == ["LeanKKeptSpec", 64]  # whatever the draft's backend prefers
+    assert said["whole"]["answers"] == [answers_of(checkpoint, **WHOLE)]
     # A prompt's step answers with one token, a decode step with its drafts and one more.
-    assert said["accepted"] == 3 * (29 - 1) * NUM_DRAFTS / (NUM_DRAFTS + 1)
+    assert said["whole"]["accepted"] == 3 * (29 - 1) * NUM_DRAFTS / (NUM_DRAFTS + 1)
 
 
-def test_drafts_of_eagle(checkpoint, head):
-    said = run_with(checkpoint, "eagle", head, rounds=(None, None))
-    assert said["answers"] == [answers_of(checkpoint)] * 2
+def test_drafts_of_eagle(said, checkpoint):
+    assert said["eagle"]["answers"] == [answers_of(checkpoint)] * 2
     # It needs hidden states of a prompt's last tokens, so a hit is a page shorter.
-    assert said["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, 768, 0]]
+    assert said["eagle"]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, 768, 0]]
 
 
-def test_a_layout_that_gives_drafts_a_table_of_their_own_is_refused(checkpoint, head, monkeypatch):
-    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
-    said = run_with(checkpoint, "eagle", head, fails=True)
-    assert "beside a LeanK cache in the layout LBHNC: set VLLM_KV_CACHE_LAYOUT=BLHNC" in said
+def test_a_layout_that_gives_drafts_a_table_of_their_own_is_refused(said):
+    told = "beside a LeanK cache in the layout LBHNC: set VLLM_KV_CACHE_LAYOUT=BLHNC"
+    assert told in said["another layout"]["error"]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextForCausalLM
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -13,25 +12,37 @@ from vllm.model_executor.warmup import qwen_triton_warmup
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import answers_of, prompts_of, run_engine
+from tests.vllm.conftest import LINEAR, answers_of, ask, run_engines
 
 TWICE = (None, None)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+LONG = {"lengths": tuple(range(90, 106, 2)), "new": 200}
+SLIDING = [family for family in MIXED if family != "qwen3_next"]
 
 
-@pytest.mark.parametrize("family", [family for family in MIXED if family != "qwen3_next"])
-def test_prompts_in_chunks_then_from_the_prefix_cache(random_checkpoint, family):
-    folder = random_checkpoint(family, is_centred=True)
-    assert answers_of(folder) != answers_of(random_checkpoint(family))
-    said = run_engine(folder, rounds=TWICE, max_num_batched_tokens=128)
-    assert said["answers"] == [answers_of(folder)] * 2
-    assert min(said["cached"][1][1:3]) > 0
+@pytest.fixture(scope="module")
+def said(random_checkpoint):
+    """What engines say of mixed models."""
+    small = {"num_gpu_blocks_override": 100, "max_model_len": 320, "enable_prefix_caching": False}
+    chunks = {"rounds": TWICE, "max_num_batched_tokens": 128}
+    runs = {
+        **{family: ask(random_checkpoint(family, is_centred=True), **chunks) for family in SLIDING},
+        "preempted": ask(random_checkpoint("gemma3_text"), **LONG, **small),
+        "drafts": ask(random_checkpoint("olmo3"), speculative_config=NGRAMS),
+    }
+    return run_engines(runs)
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_prompts_in_chunks_then_from_the_prefix_cache(said, random_checkpoint, family):
+    answers = answers_of(random_checkpoint(family, is_centred=True))
+    assert said[family]["answers"] == [answers] * 2 != [answers_of(random_checkpoint(family))] * 2
+    assert min(said[family]["cached"][1][1:3]) > 0
     # Four layers, of which each group has as many as a block has pages.
-    assert said["groups"] == [
+    assert said[family]["groups"] == [
         ["SlidingWindowSpec", 32],
         ["SlidingWindowSpec", 32],
         ["LeanKKeptSpec", 32],
@@ -39,69 +50,24 @@ def test_prompts_in_chunks_then_from_the_prefix_cache(random_checkpoint, family)
     ]
 
 
-def test_requests_that_are_preempted_and_compute_their_answers_again(random_checkpoint):
-    folder = random_checkpoint("gemma3_text")
-    load = {"lengths": tuple(range(90, 106, 2)), "new": 200}
-    small = {"num_gpu_blocks_override": 100, "max_model_len": 320, "enable_prefix_caching": False}
-    said = run_engine(folder, **load, **small)
-    assert said["answers"] == [answers_of(folder, **load)]
-    assert said["preemptions"][0] > 2
+def test_requests_that_are_preempted_and_compute_their_answers_again(said, random_checkpoint):
+    assert said["preempted"]["answers"] == [answers_of(random_checkpoint("gemma3_text"), **LONG)]
+    assert said["preempted"]["preemptions"][0] > 2
 
 
-def test_drafts(random_checkpoint):
-    folder = random_checkpoint("olmo3")
-    said = run_engine(folder, speculative_config=NGRAMS)
-    assert said["answers"] == [answers_of(folder)]
-    assert said["accepted"] > 0
+def test_drafts(said, random_checkpoint):
+    assert said["drafts"]["answers"] == [answers_of(random_checkpoint("olmo3"))]
+    assert said["drafts"]["accepted"] > 0
 
 
-@pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])  # norms over all heads, and sinks of heads
-def test_two_ranks_of_tensor_parallelism(random_checkpoint, family):
-    folder = random_checkpoint(family, is_centred=True)
-    said = run_engine(folder, tensor_parallel_size=2, processes=True)
-    assert said["answers"] == [answers_of(folder)]
-
-
-def scores_of(model, prompts, answers):
-    """How likely a model finds answers, token by token."""
-    found = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        cache, given, steps = model.build_cache(), torch.tensor([prompt]), []
-        for token in answer:
-            with torch.inference_mode():
-                logits = model(given, use_cache=True, **{CACHE: cache}).logits
-            steps.append(logits[0, -1].float().log_softmax(-1)[token])
-            given = torch.tensor([[token]])
-        found.append(torch.stack(steps))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rounds": TWICE, "max_num_batched_tokens": 256}, {"tensor_parallel_size": 2, "processes": True}],
-    ids=["chunks, then the prefix cache", "two ranks"],
-)
-def test_states_of_linear_attention(random_checkpoint, options):
-    """vLLM's build for CPUs has them in bfloat16 alone: answers are held to what that costs the runtime."""
+def test_states_of_linear_attention_in_chunks_then_from_the_prefix_cache(random_checkpoint, hold_to_runtime):
     folder = random_checkpoint("qwen3_next")
-    own = {"lengths": (170, 500), "new": 20, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
-    said = run_engine(folder, **own, scores=True, **options)
-    if "rounds" in options:
-        assert said["cached"] == [[0, 0], [160, 480]]
-        # Windows have pages of as many tokens as states, which are kept at the ends of these.
-        assert said["groups"][-3:] == [["MambaSpec", 160], ["LeanKKeptSpec", 160], ["LeanKWindowSpec", 160]]
-    asked = prompts_of(folder, own["lengths"]), said["answers"][-1]
-    exact, rounded = (
-        scores_of(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype), *asked)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    stock = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    stock.build_cache = lambda: DynamicCache(config=stock.config)
-    served, lost, pruned = (
-        float((scores - exact).norm())
-        for scores in (torch.tensor(said["scores"][-1]), rounded, scores_of(stock, *asked))
-    )
-    assert served < 2 * lost < pruned / 2
+    chunks = {"rounds": TWICE, "max_num_batched_tokens": 256}
+    said = run_engines({"": ask(folder, **LINEAR, **chunks)})[""]
+    assert said["cached"] == [[0, 0], [160, 480]]
+    # Windows have pages of as many tokens as states, which are kept at the ends of these.
+    assert said["groups"][-3:] == [["MambaSpec", 160], ["LeanKKeptSpec", 160], ["LeanKWindowSpec", 160]]
+    hold_to_runtime(folder, said)
 
 
 @dataclass

@@ -9,32 +9,29 @@ from leank_convert.vllm import configs, refusals
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
 FLASH = SimpleNamespace(name="FLASH_ATTN")
+LEANK, CACHE, DTYPE = "model_config__hf_config__leank", "cache_config__cache_dtype", "model_config__dtype"
+SOME = {"layers": [1]}  # one layer is not pruned
+NGRAM = SimpleNamespace(method="ngram")
 
 
 def options(**changes):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(
             cache_dtype="auto",
-            kv_sharing_fast_prefill=False,
             kv_cache_dtype_skip_layers=[],
             block_size=16,
-            user_specified_block_size=False,
+            **dict.fromkeys(("kv_sharing_fast_prefill", "user_specified_block_size"), False),
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            world_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
             use_ubatching=False,
+            **dict.fromkeys(("world_size", "tensor_parallel_size", "pipeline_parallel_size"), 1),
+            **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1),
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16,
-            attention_chunk_size=None,
-            hf_config=SimpleNamespace(leank={}),
+            dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
         ),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -63,27 +60,18 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"cache_config__cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"cache_config__cache_dtype": "fp8"}, "`leank-convert export --kv-dtype fp8`"),
-        ({"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
-        ({"model_config__hf_config__leank": {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
+        ({CACHE: "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({CACHE: "fp8"}, "`leank-convert export --kv-dtype fp8`"),
+        ({LEANK: {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
+        ({LEANK: {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
         (
-            {"model_config__hf_config__model_type": "leank_glm4", "model_config__dtype": torch.float16},
+            {"model_config__hf_config__model_type": "leank_glm4", DTYPE: torch.float16},
             "models of this family overflow in it",
         ),
+        ({LEANK: {"kv_dtype": "int4"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16, "),
+        ({LEANK: {"kv_dtype": "fp8"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16"),
         (
-            {"model_config__hf_config__leank": {"kv_dtype": "int4"}, "model_config__dtype": torch.float16},
-            "add --kv-cache-dtype float16, ",
-        ),
-        (
-            {"model_config__hf_config__leank": {"kv_dtype": "fp8"}, "model_config__dtype": torch.float16},
-            "add --kv-cache-dtype float16",
-        ),
-        (
-            {
-                "load_config__load_format": "sharded_state",
-                "model_config__hf_config__leank": {"key_mean": True},
-            },
+            {"load_config__load_format": "sharded_state", LEANK: {"key_mean": True}},
             "--load-format sharded_state: such files lack the mean of keys",
         ),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
@@ -95,7 +83,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
             {"cache_config__block_size": 24, "cache_config__user_specified_block_size": True},
             "--block-size 24",
         ),
-        ({"cache_config__cache_dtype": "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
+        ({CACHE: "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
         ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
         # vLLM turns the hybrid manager off by itself for some connectors.
         (
@@ -122,32 +110,26 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         (
             {
-                "speculative_config": SimpleNamespace(method="ngram"),
+                "speculative_config": NGRAM,
                 "model_config__hf_config__layer_types": ["linear_attention", "full_attention"],
             },
             "drafts beside linear attention",
         ),
         (
-            {
-                "speculative_config": drafts(None),
-                "model_config__hf_config__leank": {"layers": [1]},
-            },
+            {"speculative_config": drafts(None), LEANK: SOME},
             "drafts of a model beside layers that are not pruned",
         ),
         (
-            {
-                "kv_transfer_config": transfer(),
-                "model_config__hf_config__leank": {"layers": [1]},
-            },
+            {"kv_transfer_config": transfer(), LEANK: SOME},
             "--kv-transfer-config beside layers that are not pruned",
         ),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
-            {"model_config__hf_config__leank": {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
+            {LEANK: {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
             "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
         (
-            {"model_config__hf_config__leank": {"layers": [1]}, "parallel_config__pipeline_parallel_size": 2},
+            {LEANK: SOME, "parallel_config__pipeline_parallel_size": 2},
             "--pipeline-parallel-size 2: a stage may have no layer that is pruned",
         ),
     ],
@@ -161,12 +143,12 @@ def test_what_is_not_supported_is_named(changes, named):
 
 def test_what_is_supported_passes():
     check_options(options())
-    check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    check_options(options(speculative_config=NGRAM))
     check_options(options(speculative_config=drafts(rswa_window=None)))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
     check_options(options(attention_config__backend_per_kind={"sliding_window": FLASH}))
-    unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
+    unscaled = {LEANK: {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
 
@@ -229,11 +211,8 @@ def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypat
     monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-    block = {
-        "format_version": 1,
-        "layers": [0],
-        "widths": [[16, 16]],
-        "channel_masks": ["f" * 8],
+    block = {"format_version": 1, "layers": [0], "widths": [[16, 16]], "channel_masks": ["f" * 8]}
+    block |= {
         "head_permutation": [[0, 1]],
         "sink_size": 0,
         "recent_size": 0,
@@ -241,6 +220,6 @@ def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypat
         "prune": "eager",
     }
     with pytest.raises(
-        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM's model"
+        ValueError, match=r"`leank\.layers` names the layers that are pruned, and vLLM's model"
     ):
         own(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)

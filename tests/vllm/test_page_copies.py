@@ -103,8 +103,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("widths", "page_sizes", "is_fp8", "value_widths"), CASES, ids=str)
-@pytest.mark.parametrize("is_centred", [True, False], ids=["centred", "as they come"])
+@pytest.mark.parametrize(
+    ("widths", "page_sizes", "is_fp8", "value_widths", "is_centred"),
+    [(*case, True) for case in CASES] + [(*CASES[number], False) for number in (0, 4, 5)],
+    ids=str,
+)
 def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp8, value_widths, is_centred):
     """The middle of one row, a single token of another, the start of a third, and padding among them."""
     options = {"is_fp8": is_fp8, "is_centred": is_centred, "value_widths": value_widths}
@@ -143,9 +146,11 @@ def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp
         assert torch.equal(ours[1][: starts[1]], values[91 : 91 + 65])
 
 
-@pytest.mark.parametrize("chunks", [(16, 2), (16, 3), (8, 4)], ids=str)
-@pytest.mark.parametrize("value_chunk", [D, 16], ids=["whole", "values"])
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
+@pytest.mark.parametrize(
+    ("chunks", "value_chunk", "is_fp8"),
+    [((16, 3), D, False), ((16, 2), D, True), ((8, 4), 16, True)],
+    ids=str,
+)
 def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, value_chunk, is_fp8):
     copies = CpuPageKernels(*chunks, is_fp8, value_chunk)
     with torch.device("meta"):

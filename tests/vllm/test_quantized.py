@@ -1,15 +1,10 @@
 """Quantized weights and their scales go to the ranks that have their heads, or are refused by name."""
 
-import json
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from tests.vllm.conftest import run_engine
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -82,36 +77,3 @@ def test_what_heads_have_of_a_tensor_moves_with_them(name, shape, moves):
     if heads.shape[dim] == 8:  # two query heads to each of K and V
         order = torch.stack([2 * order, 2 * order + 1], 1).flatten()
     assert found.equal(heads.index_select(dim, order).flatten(dim, dim + 1))
-
-
-def test_two_ranks_answer_as_one(checkpoint, tmp_path):
-    """8-bit integers, with a scale for each row and one for all inputs, which ranks do not change."""
-    folder = shutil.copytree(checkpoint, tmp_path / "quantized")
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if "_proj.weight" in name]:
-        scale = weights[name].abs().amax(1, keepdim=True) / 127
-        weights |= {
-            name: (weights[name] / scale).round().to(torch.int8),
-            f"{name}_scale": scale,
-            name.replace("weight", "input_scale"): torch.tensor([0.05]),
-        }
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    symmetric = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**symmetric, "strategy": "channel"},
-        "input_activations": {**symmetric, "strategy": "tensor"},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    load = {"lengths": (80, 170, 12), "new": 30}
-    one, two = (
-        run_engine(folder, **load, tensor_parallel_size=ranks, processes=ranks > 1) for ranks in (1, 2)
-    )
-    assert one["answers"] == two["answers"]

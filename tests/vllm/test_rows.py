@@ -81,16 +81,7 @@ def test_of_a_request_that_decodes_the_device_knows_the_length():
 
 def test_prompts_side_by_side_are_one_run_if_all_of_them_are_fresh_or_none():
     queries = [1, 40, 50, 60, 70, 80, 90, 100]
-    lengths = [
-        30,
-        40,
-        50,
-        160,
-        170,
-        180,
-        90,
-        100,
-    ]  # those of 60, 70 and 80 tokens have a hundred earlier ones
+    lengths = [30, 40, 50, 160, 170, 180, 90, 100]  # three have a hundred earlier tokens
     starts = [0, *accumulate(queries)]
 
     def requests(runs):
@@ -100,12 +91,8 @@ def test_prompts_side_by_side_are_one_run_if_all_of_them_are_fresh_or_none():
     assert requests(runs) == [[1, 2], [3, 4, 5], [6, 7]] and [len(rows.seen) for rows in groups] == [1]
     first, chunks, last = runs
     assert (first.tokens, first.longest, first.longest_keys, first.num_keys) == (slice(1, 91), 50, 50, 90)
-    assert (chunks.tokens, chunks.longest, chunks.longest_keys, chunks.num_keys) == (
-        slice(91, 301),
-        80,
-        180,
-        510,
-    )
+    found = (chunks.tokens, chunks.longest, chunks.longest_keys, chunks.num_keys)
+    assert found == (slice(91, 301), 80, 180, 510)
     assert last.tokens == slice(301, 491)
     # No more tokens are put together at once than there is room for, and a prompt alone always fits.
     assert requests(cut(starts, lengths, lengths, most_keys=340)[1]) == [[1, 2], [3, 4], [5], [6, 7]]

@@ -1,0 +1,85 @@
+"""Two ranks of tensor parallelism answer as one: each takes its own heads' weights, widths, means, scales."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.vllm.conftest import LINEAR, answers_of, ask, prune_values, run_two_ranks
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+FEW = {"lengths": (80, 170, 12, 500), "new": 40}
+MIXED = ["olmo3", "gpt_oss"]  # norms over all heads; sinks and biases of heads
+
+
+def quantize(folder, out):
+    """Copy a checkpoint as 8-bit integers, with a scale for each row and one for all inputs, which stays."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "_proj.weight" in name]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights |= {
+            name: (weights[name] / scale).round().to(torch.int8),
+            f"{name}_scale": scale,
+            name.replace("weight", "input_scale"): torch.tensor([0.05]),
+        }
+    symmetric = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**symmetric, "strategy": "channel"},
+        "input_activations": {**symmetric, "strategy": "tensor"},
+    }
+    out = shutil.copytree(folder, out)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint, in_fp8, adapted, random_checkpoint, tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks")
+    return {
+        **{family: random_checkpoint(family, is_centred=True) for family in MIXED},
+        "linear": random_checkpoint("qwen3_next"),
+        "fp8, V pruned": prune_values(in_fp8, root / "pruned"),
+        "quantized": quantize(checkpoint, root / "quantized"),
+        "adapters": adapted / "checkpoint",
+    }
+
+
+@pytest.fixture(scope="module")
+def said(folders, adapted):
+    runs = {name: ask(folder, **FEW) for name, folder in folders.items()}
+    runs["linear"] = ask(folders["linear"], **LINEAR)
+    runs["one"] = ask(folders["quantized"], **FEW, tensor_parallel_size=1)
+    converted = str(adapted / "converted")
+    adapters = {"enable_lora": True, "max_loras": 2, "adapters": [converted, None, converted, converted]}
+    runs["adapters"] = ask(folders["adapters"], **FEW, **adapters)
+    return run_two_ranks(runs)
+
+
+@pytest.mark.parametrize("name", [*MIXED, "fp8, V pruned"])
+def test_they_answer_as_the_runtime_does(said, folders, in_fp8, name):
+    assert said[name]["answers"] == [answers_of(folders[name], **FEW)] != [answers_of(in_fp8, **FEW)]
+
+
+def test_states_of_linear_attention(said, folders, hold_to_runtime):
+    hold_to_runtime(folders["linear"], said["linear"])
+
+
+def test_quantized_weights(said):
+    assert said["quantized"]["answers"] == said["one"]["answers"]
+
+
+def test_requests_with_and_without_an_adapter_in_one_batch(said, adapted):
+    plain, merged = (answers_of(adapted / name, **FEW) for name in ("checkpoint", "merged"))
+    assert said["adapters"]["answers"] == [[merged[0], plain[1], *merged[2:]]]
