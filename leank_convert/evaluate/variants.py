@@ -38,17 +38,11 @@ THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
 
 
 class Variant(Protocol):
-    """One way to go on from a prefill.
+    """One way to go on from a prefill."""
 
-    Attributes:
-        name: What its column is called.
-        windows: Tokens that stay whole, None for the checkpoint's.
-        query_window: How many of the prompt's last queries it looks at; 0 for none.
-    """
-
-    name: str
-    windows: Windows | None
-    query_window: int
+    name: str  # of its column
+    windows: Windows | None  # tokens that stay whole, None for the checkpoint's
+    query_window: int  # how many of the prompt's last queries it looks at
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The model and the cache to decode with; the prefill stays as it is."""
@@ -56,14 +50,9 @@ class Variant(Protocol):
 
 @dataclass
 class Dense:
-    """All keys and values, in the stock class.
+    """All keys and values, in the stock class."""
 
-    Attributes:
-        model: The stock model on the same weights.
-        name: What its column is called.
-    """
-
-    model: Any
+    model: Any  # the stock model on the same weights
     name: str = DENSE
     windows: Windows | None = None
     query_window: int = 0
@@ -81,25 +70,16 @@ class Dense:
 
 @dataclass
 class Masked:
-    """A LeanK cache that keeps the same channels for every prompt.
-
-    Attributes:
-        name: What its column is called.
-        channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
-        prune_values: Whether V that the checkpoint prunes is pruned.
-        windows: Tokens that stay whole, None for the checkpoint's.
-        kv_dtype: What keys and values are stored in, None for the checkpoint's.
-        constants: In place of those of the checkpoint, by the runtime's names for them (`key_mean`, of FP8
-            `key_scale` and `value_scale`), each [L, H_kv, D] in the checkpoint's head order.
-    """
+    """A LeanK cache that keeps the same channels for every prompt; None stands for the checkpoint's own."""
 
     name: str
-    channel_masks: Tensor | None = None
+    channel_masks: Tensor | None = None  # kept channels in the checkpoint's head order, bool [L, H_kv, D]
     windows: Windows | None = None
     query_window: int = 0
-    kv_dtype: str | None = None
+    kv_dtype: str | None = None  # what keys and values are stored in
+    # By the runtime's names (`key_mean`, of FP8 `key_scale`, `value_scale`), each [L, H_kv, D] in that order.
     constants: Mapping[str, Tensor] | None = None
-    prune_values: bool = True
+    prune_values: bool = True  # where the checkpoint does
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with these channels."""
@@ -124,9 +104,6 @@ class ThinK:
         budget: The share that every head drops, at least 0 and below 1, rounded down to channels; or how many
             channels each head keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it
             shows what the choice is worth apart from them.
-        windows: Tokens that stay whole, None for the checkpoint's; ThinK's own are `THINK_WINDOWS`.
-        query_window: The prompt's last queries that choose.
-        name: What its column is called.
 
     Raises:
         LeanKError: If the share leaves a head nothing, or no query may choose.
@@ -191,13 +168,9 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
 def rounded_variant(
     kv_dtype: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
 ) -> Masked:
-    """A LeanK cache in FP8 or int4, on all channels or on the kept ones.
+    """A LeanK cache in FP8 or int4, `alone` on all channels, else on the kept ones [L, H_kv, D].
 
-    Args:
-        kv_dtype: `fp8` or `int4`.
-        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
-        alone: Whether all channels are kept instead.
-        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; alone nothing does.
+    Then `key_mean` [L, H_kv, D] comes off its keys, both in the checkpoint's head order.
     """
     if alone:
         return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype, prune_values=False)
