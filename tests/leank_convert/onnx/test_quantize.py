@@ -20,6 +20,7 @@ from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.leank_onnx import LeanKOnnx
+from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.onnx.quantize import (
     SCHEMES,
     check_quantizer,
@@ -85,6 +86,7 @@ def quantized(request, once_per_run, shipped_onnx):
         quantize_weights(folder / "model.onnx", request.param)
         description = read_json(folder / "leank_onnx.json")
         description["files"]["model.onnx"] = sha256_of(folder / "model.onnx")
+        description["sha256"] = digest_of(description)
         (folder / "leank_onnx.json").write_text(json.dumps(description))
 
     return once_per_run(f"shipped_{request.param}", make), request.param
@@ -149,7 +151,8 @@ def test_exported_folder_runs_and_says_how_its_weights_are_quantized(retriever_i
     assert "Weights are int8 (MatMulNBits, blocks of 128), the embedding and the cache float16" in readme
     assert f"logits are {difference:.1%} of their norm away" in readme
     model = LeanKOnnx(retriever_int8, threads=1)
-    model.check_files()
+    for name in model.description.files:
+        model.description.check_file(name)
     (answer,) = model.generate([[1, 5, 9]], max_new_tokens=2)
     assert len(answer) >= 1
 
