@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.names import (
     DENSE,
@@ -101,12 +100,9 @@ class ThinK:
     """Channels that ThinK's rule chooses for each prompt.
 
     Attributes:
-        budget: The share that every head drops, at least 0 and below 1, rounded down to channels; or how many
-            channels each head keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it
-            shows what the choice is worth apart from them.
-
-    Raises:
-        LeanKError: If the share leaves a head nothing, or no query may choose.
+        budget: The share that every head drops, rounded down to channels; or how many channels each head
+            keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it shows what the
+            choice is worth apart from them.
     """
 
     budget: float | Tensor
@@ -114,44 +110,19 @@ class ThinK:
     query_window: int = QUERY_WINDOW
     name: str = THINK
 
-    def __post_init__(self) -> None:
-        if self.query_window < 1:
-            raise LeanKError(f"`{self.name}`: a window of {self.query_window} queries can choose nothing")
-        if not isinstance(self.budget, Tensor) and not 0 <= self.budget < 1:
-            raise LeanKError(
-                f"`{self.name}`: pruning ratio {self.budget} is not at least 0 and below 1",
-                hint="ThinK keeps at least one channel of every head",
-            )
-
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """The model, and a cache that will keep what this prompt's queries choose.
-
-        Raises:
-            LeanKError: If the budget's widths are not the model's.
-        """
-        cache = prefill.fork(self.windows)
+        """The model, and a cache that will keep what this prompt's queries choose."""
+        cache, widths = prefill.fork(self.windows), self.budget
         keys_of_layers = [keys for keys, _ in prefill.keys_and_values]
-        widths = self._widths(keys_of_layers)
+        if not isinstance(widths, Tensor):
+            _, num_heads, _, head_dim = keys_of_layers[0].shape
+            widths = torch.full((len(keys_of_layers), num_heads), kept_channels(head_dim, widths))
         for layer, queries, keys, kept in zip(
             cache.pruned_layers, prefill.queries, keys_of_layers, widths, strict=True
         ):
             window = queries[:, :, -self.query_window :]
             layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))
         return prefill.model, cache
-
-    def _widths(self, keys: Sequence[Tensor]) -> Tensor:
-        """Channels that each head keeps [L, H_kv]."""
-        layers, heads, head_dim = len(keys), keys[0].shape[1], keys[0].shape[3]
-        if not isinstance(self.budget, Tensor):
-            return torch.full((layers, heads), kept_channels(head_dim, self.budget))
-        low, high = int(self.budget.min()), int(self.budget.max())
-        if self.budget.shape != (layers, heads) or not 0 <= low <= high <= head_dim:
-            raise LeanKError(
-                f"`{self.name}`: widths {list(self.budget.shape)} from {low} to {high}, the model has "
-                f"[{layers}, {heads}] heads of {head_dim} channels",
-                hint="take the widths of a mask of this model",
-            )
-        return self.budget
 
 
 def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Variant]:
