@@ -9,11 +9,7 @@ from typing import Any
 
 import click
 
-from leank_convert.cli.export import (
-    check_hub_options,
-    finish_export,
-    quiet_transformers,
-)
+from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
 from leank_convert.cli.options import (
     SEED,
     FiniteRange,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -27,11 +27,7 @@ from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import copy_companions, has_chat_template, read_tokenizer_config
-from leank_convert.export.config_json import (
-    build_config,
-    build_leank_facts,
-    encode_json,
-)
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
 from leank_convert.export.plan import ExportPlan, plan_export
@@ -57,14 +53,8 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, s
 __all__ = ["check_exportable", "export_checkpoint", "write_export"]
 
 
-class CacheTried(Protocol):
-    """What came of the trial of a checkpoint's cache."""
-
-    def render(self) -> str:
-        """The result in one sentence, without its full stop."""
-
-
-CacheTrial = Callable[[Path], CacheTried]
+CacheTrial = Callable[[Path], str]
+"""Tries a checkpoint's cache, and says what came of it in a sentence without its full stop."""
 
 # Shards that are hashed at a time: a hash takes a gigabyte a second, and needs a core for itself.
 _NUM_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -235,7 +225,7 @@ def _write_weights(
     return hashed
 
 
-def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: CacheTried | None) -> str:
+def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: str | None) -> str:
     """Build the model card."""
     checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
     assert known is not None
@@ -252,7 +242,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
             mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype"), mask.stored_values
         ),
         element_bytes=element_bytes,
-        tried=None if tried is None else tried.render(),
+        tried=tried,
         leank=cache,
         noted_name=identify_model(checkpoint.folder),
         base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),

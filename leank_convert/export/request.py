@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    TRAINING_FOLDER,
-    Checkpoint,
-    open_checkpoint,
-    read_config,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, Checkpoint, open_checkpoint, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.export.packaged import describe_packaged, find_packaged

@@ -124,7 +124,7 @@ def export_onnx(
             checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         write_graph(pruned, partial / MODEL_FILE)
-        trials = make_trials(pruned, weights)
+        trials = make_trials(pruned)
         pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
         check_graph(trials, partial / MODEL_FILE)
         difference = None

@@ -13,12 +13,7 @@ import transformers
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    open_checkpoint,
-    read_leank_config,
-    read_leank_facts,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.leank_block import read_block

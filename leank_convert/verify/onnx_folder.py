@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import (
-    ONNX_DESCRIPTION_NAME,
-    Checkpoint,
-    open_checkpoint,
-    read_leank_facts,
-)
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, Checkpoint, open_checkpoint, read_leank_facts
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.fold import DTYPES, fold
