@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 
@@ -84,6 +84,20 @@ def load_from(loader: Any, folder: Path, **options: Any) -> Any:
         return loader.from_pretrained(folder, key_mapping=dict(_RENAMED), **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def refuse_whole(folder: Path) -> None:
+    """Refuse a model that also reads images.
+
+    Raises:
+        LeanKError: If it is one.
+    """
+    whole = find_whole(folder)
+    if whole is not None:
+        raise LeanKError(
+            f"`{folder}` is a {cut(whole)}, which also reads images, and its text model alone is converted",
+            hint="leave `--no-text-model` out to convert that",
+        )
 
 
 @cache

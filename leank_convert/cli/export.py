@@ -14,6 +14,7 @@ from leank_convert.cli.options import (
     mask_options,
     out_option,
     overwrite_option,
+    text_model_option,
     value_ratio_option,
 )
 
@@ -31,10 +32,16 @@ from leank_convert.cli.options import (
 )
 @value_ratio_option
 @click.option(
+    "--adapter",
+    metavar="LORA",
+    help="Convert this LoRA of MODEL for the checkpoint, too, to OUT/adapter: see `leank-convert adapter`.",
+)
+@click.option(
     "--force", is_flag=True, help="With --kv-dtype: write a checkpoint whose cache loses answers, too."
 )
 @device_option
 @overwrite_option
+@text_model_option
 @hub_options
 def export(
     model: str,
@@ -43,6 +50,7 @@ def export(
     kv_dtype: str | None,
     key_mean: bool,
     value_pruning_ratio: float | None,
+    adapter: str | None,
     force: bool,
     device: str | None,
     base_model: str | None,
@@ -61,6 +69,10 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
+    if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
+        from leank_convert.export.adapter import check_adapter, convert_adapter
+
+        check_adapter(adapter, out / "adapter")
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -75,6 +87,8 @@ def export(
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
+    if adapter is not None:
+        click.echo(convert_adapter(adapter, out, out / "adapter"))
     finish_export(out, repo_id, private)
 
 
@@ -95,7 +109,15 @@ def export(
     type=click.Choice(["int8", "int4"]),
     help="Quantize all weights but the embedding, not the cache. Default: as --dtype.",
 )
+@click.option(
+    "--opset",
+    type=click.IntRange(1, 100),
+    default=23,
+    show_default=True,
+    help="Version of the ONNX operators.",
+)
 @overwrite_option
+@text_model_option
 def export_onnx(model: str, out: Path, mask_path: str | None, **choices: Any) -> None:
     """Write MODEL's pruned ONNX graph, with a host for onnxruntime that needs no PyTorch.
 
@@ -116,6 +138,7 @@ def check_choices(
     *,
     recipe_name: str | None,
     overrides: tuple[str, ...],
+    no_text_model: bool,
     measures: bool = False,
     **choices: Any,
 ) -> dict[str, Any]:
@@ -123,6 +146,7 @@ def check_choices(
 
     An export that measures something does so on the recipe's data, and finds it by what it measures.
     """
+    check_text_model(model, no_text_model)
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
@@ -138,6 +162,15 @@ def check_choices(
 
         recipe = require_recipe(recipe_name, model, run=out, overrides=overrides)  # before torch is imported
     return {**choices, "recipe": recipe, "overrides": overrides}
+
+
+def check_text_model(model: str, refused: bool) -> None:
+    """Refuse a model that also reads images where that was asked for."""
+    if refused:
+        from leank_convert.hub import resolve_model
+        from leank_convert.text_part import refuse_whole
+
+        refuse_whole(resolve_model(model))
 
 
 def check_hub_options(base_model: str | None, repo_id: str | None, private: bool) -> None:

@@ -150,6 +150,15 @@ value_ratio_option = click.option(
 )
 
 
+def text_model_option(command: _Command) -> _Command:
+    """`--no-text-model`."""
+    return click.option(
+        "--no-text-model",
+        is_flag=True,
+        help="Refuse a MODEL that also reads images; else its text model is converted.",
+    )(command)
+
+
 def hub_options(command: _Command) -> _Command:
     """`--base-model`, `--push-to-hub`, `--private`."""
     command = click.option(

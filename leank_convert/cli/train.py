@@ -9,7 +9,12 @@ from typing import Any
 
 import click
 
-from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
+from leank_convert.cli.export import (
+    check_hub_options,
+    check_text_model,
+    finish_export,
+    quiet_transformers,
+)
 from leank_convert.cli.options import (
     SEED,
     FiniteRange,
@@ -19,6 +24,7 @@ from leank_convert.cli.options import (
     recipe_option,
     results_option,
     set_option,
+    text_model_option,
     value_ratio_option,
     window_options,
 )
@@ -50,6 +56,7 @@ from leank_convert.cli.options import (
     help="Print steps, tokens, memory and time by one measured context; train nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON document.")
+@text_model_option
 @hub_options
 def train(
     model: str,
@@ -66,6 +73,7 @@ def train(
     base_model: str | None,
     repo_id: str | None,
     private: bool,
+    no_text_model: bool,
     **flags: Any,
 ) -> None:
     """Learn MODEL's channel mask and write its pruned checkpoint.
@@ -73,16 +81,18 @@ def train(
     MODEL is a hub id, a local folder, or `testbed`, the small model that ships with leank-convert. Started by
     `torchrun -m leank_convert train …` or `accelerate launch`, several GPUs share the samples of a step.
     """
-    for contradicts, message in (
-        (mask_only and repo_id, "--mask-only writes no checkpoint that --push-to-hub could upload"),
-        (mask_only and base_model, "--mask-only writes no model card that --base-model could be in"),
-        (mask_only and kv_dtype, "--mask-only writes no checkpoint that --kv-dtype could be of"),
-        (as_json and not dry_run, "--json goes with --dry-run"),
-        (out is None and not dry_run, "Missing option '-o' / '--out'."),
-    ):
-        if contradicts:
-            raise click.UsageError(message)
+    if mask_only and repo_id:
+        raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
+    if mask_only and base_model:
+        raise click.UsageError("--mask-only writes no model card that --base-model could be in")
+    if mask_only and kv_dtype:
+        raise click.UsageError("--mask-only writes no checkpoint that --kv-dtype could be of")
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run")
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--out'.")
     check_hub_options(base_model, repo_id, private)
+    check_text_model(model, no_text_model)
     flags["pruning_ratio"] = pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None
     given = {
         f"windows.{key}" if key.endswith("_size") else key: value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,12 +71,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
-    if check_folder(out).exists() and any(out.iterdir()):
-        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
-    folder = resolve_model(adapter)
-    settings, header = _read_settings(folder), read_header(folder / ADAPTER_WEIGHTS_NAME)
-    if "leank" in header.metadata:
-        raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    settings, header = check_adapter(adapter, out)
     basis = _load_basis(origin, leank) if VALUE_WIDTHS_KEY in leank else None
     edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     made_for = {"head_permutation": leank["head_permutation"]}
@@ -83,16 +79,35 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         made_for["mask"] = leank["files"][MASK_FILE_NAME]
     order = json.dumps(made_for, separators=(",", ":"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
+    with (
+        TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial,
+        ThreadPoolExecutor(max_workers=1) as hasher,
+    ):
         new = Path(partial) / "adapter"
         new.mkdir()
         metadata = {**header.metadata, "format": "pt", "leank": order}
-        write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata)
+        write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata, hasher=hasher)()
         sync_path(new / ADAPTER_WEIGHTS_NAME)
         settings["base_model_name_or_path"] = str(checkpoint)
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
         new.replace(out)
     return out
+
+
+def check_adapter(adapter: str | Path, out: Path) -> tuple[dict[str, Any], SafetensorsHeader]:
+    """Check what can be known of an adapter without the checkpoint; return its settings and its header.
+
+    Raises:
+        LeanKError: As `convert_adapter`.
+    """
+    if check_folder(out).exists() and any(out.iterdir()):
+        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
+    folder = resolve_model(adapter)
+    settings = _read_settings(folder)
+    header = read_header(folder / ADAPTER_WEIGHTS_NAME)
+    if "leank" in header.metadata:
+        raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    return settings, header
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -129,33 +144,13 @@ def _plan(
     edits = {}
     for tensor in header.tensors.values():
         match = _TENSOR.fullmatch(tensor.name)
-        if match is None and "self_attn" not in tensor.name:
-            continue
-        module, part = (f"model.{match[1]}", match[2]) if match else ("", "")
-        weight = f"{module}.weight"
-        if weight not in shapes or part not in (*_OF_OUTPUTS, *_OF_INPUTS, *_WHOLE):
+        if match is not None:
+            module, part = f"model.{match[1]}", match[2]
+            edit = _plan_part(tensor, module, part, facts, orders, bases, shapes, header.path)
+            if edit is not None:
+                edits[tensor.name] = replace(edit, tensor=tensor.name)
+        elif "self_attn" in tensor.name:
             raise _unknown(header.path, tensor)
-        dim = 1 if part in _OF_INPUTS else 0
-        if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
-            raise LeanKError(
-                f"`{header.path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of "
-                f"the model is {list(shapes[weight])}: the adapter is another model's"
-            )
-        name, shape = weight, shapes[weight]
-        if part in _WHOLE:
-            name, shape = f"{module}.{part.removeprefix('base_layer.')}", tensor.shape
-        edit = plan_edit(name, shape, facts, orders, bases)
-        if edit is None or (part not in _WHOLE and edit.dim != dim):
-            continue
-        if edit.bases is not None and "magnitude" in part:
-            raise LeanKError(
-                f"`{header.path}`: tensor `{tensor.name}` holds DoRA's magnitudes of V's rows, and the "
-                "checkpoint has V in another basis, where rows have others",
-                hint=_MERGE,
-            )
-        if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
-            raise _unknown(header.path, tensor)
-        edits[tensor.name] = replace(edit, tensor=tensor.name)
     return edits
 
 
@@ -169,6 +164,44 @@ def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
             hint="copy or export the checkpoint again",
         )
     return basis
+
+
+def _plan_part(
+    tensor: TensorInfo,
+    module: str,
+    part: str,
+    facts: ModelFacts,
+    orders: Mapping[int, tuple[int, ...]],
+    bases: Mapping[int, tuple[Tensor, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: Path,
+) -> TensorEdit | None:
+    """The edit of what an adapter holds of a module, None if it stays."""
+    weight = f"{module}.weight"
+    if weight not in shapes or part not in (*_OF_OUTPUTS, *_OF_INPUTS, *_WHOLE):
+        raise _unknown(path, tensor)
+    dim = 1 if part in _OF_INPUTS else 0
+    if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
+        raise LeanKError(
+            f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the model is "
+            f"{list(shapes[weight])}: the adapter is another model's"
+        )
+    if part in _WHOLE:
+        name, shape = f"{module}.{part.removeprefix('base_layer.')}", tensor.shape
+    else:
+        name, shape = weight, shapes[weight]
+    edit = plan_edit(name, shape, facts, orders, bases)
+    if edit is None or (part not in _WHOLE and edit.dim != dim):
+        return None
+    if edit.bases is not None and "magnitude" in part:
+        raise LeanKError(
+            f"`{path}`: tensor `{tensor.name}` holds DoRA's magnitudes of V's rows, and the checkpoint has V "
+            "in another basis, where rows have others",
+            hint=_MERGE,
+        )
+    if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
+        raise _unknown(path, tensor)
+    return edit
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:

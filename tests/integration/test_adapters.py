@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from leank_convert import convert_adapter
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
+from tests.checks import done, rejected
 
 peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
@@ -91,6 +92,21 @@ def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
         convert_adapter(new, two.folder, tmp_path / "newer")
     with pytest.raises(LeanKError, match="holds files already"):
         convert_adapter(lora, one.folder, new)
+
+
+def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path):
+    checkpoint, out = converted("Llama", WIDTHS, sizes=(3, 60, 4)), tmp_path / "out"
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    options = ("--mask", checkpoint.folder, "-o", out, "--adapter")
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    assert "only LORA is known" in rejected("export", checkpoint.source, *options, broken)
+    assert not out.exists()
+    done("export", checkpoint.source, *options, lora)
+    alone = convert_adapter(lora, checkpoint.folder, tmp_path / "alone")
+    name = "adapter_model.safetensors"
+    assert (out / "adapter" / name).read_bytes() == (alone / name).read_bytes()
+    assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
 
 
 def rename(tensors, old, new):

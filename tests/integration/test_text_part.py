@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.checkpoint_io import open_checkpoint
+from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
@@ -127,8 +128,13 @@ def test_it_is_trained_and_evaluated_from_the_whole_folder(whole, tmp_path):
 
 
 @pytest.mark.parametrize("whole", ["gemma3"], indirect=True)
-def test_it_is_refused_where_it_is_quantized(whole, tmp_path):
+def test_it_is_refused_where_that_is_asked_for_or_it_is_quantized(whole, tmp_path, capsys):
     _, folder = whole
+    for command in (["export", "--all-channels"], ["train"], ["export-onnx", "--all-channels"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, str(folder), "-o", str(tmp_path / "out"), "--no-text-model"])
+        assert ended.value.code == 2
+        assert "is a 'gemma3', which also reads images" in capsys.readouterr().err
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
