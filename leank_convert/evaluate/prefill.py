@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert._runtime.configuration_leank import CACHE
@@ -67,19 +68,43 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
 
 @torch.no_grad()
 def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Cache]:
-    """Run a batch of prompts [B, S], padded on the left, in a stock model.
+    """Run a batch of prompts [B, S], padded on the left, as `run_prefill` does where the cache is usual.
 
     Returns:
         The greedy token after each prompt [B, 1], and the cache.
     """
-    output = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions_of(attention_mask),
-        logits_to_keep=1,
-        use_cache=True,
-    )
-    return output.logits[:, -1].argmax(-1, keepdim=True), output[CACHE]
+
+    def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Cache]:
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions_of(mask),
+            logits_to_keep=1,
+            use_cache=True,
+        )
+        return output.logits[:, -1].argmax(-1, keepdim=True), output[CACHE]
+
+    if bool(attention_mask.all()):
+        return run(input_ids, attention_mask)
+    tokens, caches = [], []
+    for ids, real in zip(input_ids, attention_mask.bool(), strict=True):
+        alone = ids[real][None]
+        token, cache = run(alone, torch.ones_like(alone))
+        # Some layer may hold fewer columns, such as one with a sliding window.
+        if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return run(input_ids, attention_mask)
+        tokens.append(token)
+        caches.append(cache)
+    joined = DynamicCache()
+    for index in range(len(caches[0].layers)):
+        layers: list[Any] = [cache.layers[index] for cache in caches]
+        keys, values = (
+            _stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
+        )
+        joined.update(keys, values, index)
+        for layer in layers:  # one layer is held twice, not all
+            layer.keys = layer.values = None
+    return torch.cat(tokens), joined
 
 
 def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

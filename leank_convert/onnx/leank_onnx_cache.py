@@ -97,26 +97,32 @@ class Description:
             f"`{path}` was changed: its `sha256` is not that of its other values; copy it again, or "
             "export the model again",
         )
-        model = content["model"]
-        self.dtype = _DTYPES[content["dtype"]]  # of the cache and the logits
-        self.vocab_size: int = model["vocab_size"]
-        self.num_heads: int = model["num_key_value_heads"]  # of every layer
-        self.head_dim: int = model["head_dim"]
-        self.max_position_embeddings: int = model["max_position_embeddings"]
-        self.sink_size: int = content["sink_size"]
-        self.recent_size: int = content["recent_size"]
-        self.flush_size: int = content["flush_size"]
-        # Per layer, those aside whose heads see no pruned token.
-        self.buckets = [
-            [
-                Bucket(bucket["width"], slice(*bucket["heads"]), bucket.get("value_width"))
-                for bucket in layer
-                if bucket["width"]
+        try:
+            model = content["model"]
+            self.dtype = _DTYPES[content["dtype"]]  # of the cache and the logits
+            self.vocab_size: int = model["vocab_size"]
+            self.num_heads: int = model["num_key_value_heads"]  # of every layer
+            self.head_dim: int = model["head_dim"]
+            self.max_position_embeddings: int = model["max_position_embeddings"]
+            self.sink_size: int = content["sink_size"]
+            self.recent_size: int = content["recent_size"]
+            self.flush_size: int = content["flush_size"]
+            # Per layer, those aside whose heads see no pruned token.
+            self.buckets = [
+                [
+                    Bucket(bucket["width"], slice(*bucket["heads"]), bucket.get("value_width"))
+                    for bucket in layer
+                    if bucket["width"]
+                ]
+                for layer in content["buckets"]
             ]
-            for layer in content["buckets"]
-        ]
-        self.eos_token_ids: frozenset[int] = frozenset(content["eos_token_ids"])
-        self.files: dict[str, str] = content["files"]  # SHA-256 by name
+            self.eos_token_ids: frozenset[int] = frozenset(content["eos_token_ids"])
+            self.files: dict[str, str] = content["files"]  # SHA-256 by name
+        except (LookupError, TypeError, AttributeError) as error:  # sealed, but not by an export
+            raise LeanKOnnxError(
+                f"`{path}` lacks a value, or has one of no use ({type(error).__name__}: {error!s:.60}); "
+                "export the model again"
+            ) from None
 
     @property
     def ring_size(self) -> int:
