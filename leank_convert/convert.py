@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 
 from leank_convert.device import choose_device, is_first_process
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
-from leank_convert.export import check_exportable, export_checkpoint, write_export
+from leank_convert.evaluate.rounding import answer_rounded
+from leank_convert.export import CacheTrial, check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
 from leank_convert.export.request import Export, ExportRequest, MaskLike, resolve_export
 from leank_convert.fields import Fields
@@ -191,15 +190,15 @@ def _trial(
     device: str | torch.device | None,
     *,
     force: bool = False,
-) -> Callable[[Path], RoundedAnswers] | None:
+) -> CacheTrial | None:
     """What a checkpoint's cache goes through before it is there; None for one as it comes."""
     if kv_dtype is None:
         return None
 
-    def try_cache(folder: Path) -> RoundedAnswers:
+    def try_cache(folder: Path) -> str:
         found = answer_rounded(folder, recipe, kv_dtype, choose_device(device))
         if not force:
             found.check(model_name(model))
-        return found
+        return found.render()
 
     return try_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from traceback import walk_tb
 
@@ -17,16 +18,16 @@ def restate_import(error: Exception) -> LeanKError | None:
     library = _library_of(error)
     if library is None:
         return None
-    seen = _version_of(library)
-    said = first_line(error).rstrip(".")
-    if seen is None:
-        message = f"{library} cannot be imported: {said}"
-    else:
-        beside = [f"{name} {_version_of(name)}" for name in ("torch", "transformers") if _version_of(name)]
-        others = " and ".join(text for text in beside if not text.startswith(f"{library} "))
-        message = f"{library} {seen} cannot be imported{f' with {others}' if others else ''}: {said}"
+    versions = {}
+    for name in (library, "torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    own = versions.pop(library, None)
+    others = " and ".join(f"{name} {found}" for name, found in versions.items())
+    message = f"{library} {own} cannot be imported with {others}" if own else f"{library} cannot be imported"
     wanted = _requirements({library, "torch", "transformers"})
-    return LeanKError(message, f"pip install -U {' '.join(wanted)}")
+    said = first_line(error).rstrip(".")
+    return LeanKError(f"{message}: {said}", f"pip install -U {' '.join(wanted)}")
 
 
 def _library_of(error: Exception) -> str | None:
@@ -40,13 +41,6 @@ def _library_of(error: Exception) -> str | None:
         return None
     library = own[-1][1].split(".")[0]
     return library if library != _OWN else None
-
-
-def _version_of(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _requirements(libraries: set[str]) -> list[str]:

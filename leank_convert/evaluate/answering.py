@@ -53,13 +53,7 @@ class Answer:
 def answer_prompts(
     evaluated: EvaluatedModel, prompts: Sequence[Prompt], variants: Sequence[Variant], *, batch_size: int
 ) -> Iterator[list[Answer]]:
-    """Answer prompts, prompts of similar length together, the shortest first.
-
-    Args:
-        evaluated: Its model runs the prefill.
-        prompts: What is asked.
-        variants: What answers.
-        batch_size: Prompts run together, padded on the left.
+    """Answer prompts, those of similar length together, the shortest first.
 
     Yields:
         The answers of one variant to a batch, as soon as they are there; the variants in turn.
@@ -87,12 +81,7 @@ def fill_caches(
 
 
 def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
-    """Find the folder of a model to compare with, and check that it takes the same prompts.
-
-    Args:
-        name: A model or a checkpoint, as a hub id or a folder, or an ONNX folder.
-        tokenizer: The checkpoint's.
-        trust: Whether another checkpoint's code runs whatever it is.
+    """Find the folder of a model, checkpoint or graph to compare with, which takes the same prompts.
 
     Raises:
         LeanKError: If there is no such model, it has another vocabulary, it is a graph that cannot be run, or
@@ -137,17 +126,10 @@ def answer_against(
 def decode_greedily(
     model: Any, past: Cache, token: Tensor, attention_mask: Tensor, num_steps: int
 ) -> list[list[int]]:
-    """Decode from a filled cache until every row has ended.
-
-    Args:
-        model: A causal language model, stock or LeanK.
-        past: Its cache.
-        token: The greedy token after each prompt [B, 1].
-        attention_mask: 1 where a column of the cache is real [B, S].
-        num_steps: The most tokens of a row, `token` among them.
+    """Decode from a filled cache, of real columns [B, S] and next tokens [B, 1], until every row has ended.
 
     Returns:
-        Ids of each row; what follows the token that ends a turn means nothing.
+        Ids of each row, at most `num_steps`; what follows the token that ends a turn means nothing.
     """
     ends = torch.tensor(list(end_tokens(model)), dtype=torch.long, device=model.device)
     tokens = [token]

@@ -74,15 +74,10 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class UsedBytes:
-    """K and V of a cache, all layers and rows together.
+    """Bytes of K and V in a cache, all layers and rows together."""
 
-    Attributes:
-        held: Bytes of the tokens in memory, with what a method keeps beside them.
-        read: Bytes of them that the last decode step had to read.
-    """
-
-    held: int
-    read: int
+    held: int  # of the tokens in memory, with what a method keeps beside them
+    read: int  # of them by the last decode step
 
 
 def used_bytes(cache: Any) -> UsedBytes:
@@ -138,15 +133,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-ready data, prompts left out."""
+        told = {key: value for key, value in vars(self).items() if key not in ("outcomes", "cache", "used")}
         return {
-            "checkpoint": self.checkpoint,
-            "baseline": self.baseline,
+            **told,
             "variants": list(self.variants),
-            "measure": self.measure,
-            "seed": self.seed,
-            "pruning_ratio_asked": self.pruning_ratio_asked,
-            "pruning_ratio": self.pruning_ratio,
-            "num_whole": self.num_whole,
             "scores": [
                 {"length": length, "task": task, **asdict(score)} for length, task, score in self.rows()
             ],
@@ -160,20 +150,11 @@ class Comparison:
         rows = []
         for length, task, score in self.rows():
             for name in self.variants:
-                difference = score.differences.get(name)  # None of the baseline
-                low, high = (None, None) if difference is None else difference.interval
-                rows.append(
-                    {
-                        "length": length,
-                        "task": task,
-                        "n": score.n,
-                        "variant": name,
-                        "score": score.means[name],
-                        "difference": None if difference is None else difference.mean,
-                        "interval_low": low,
-                        "interval_high": high,
-                    }
-                )
+                row = {"length": length, "task": task, "n": score.n, "variant": name}
+                found = score.differences.get(name)  # None of the baseline
+                mean, low, high = (None, None, None) if found is None else (found.mean, *found.interval)
+                row |= {"score": score.means[name], "difference": mean}
+                rows.append({**row, "interval_low": low, "interval_high": high})
         return rows
 
     def rows(self) -> list[tuple[int, str, PairedScore]]:
@@ -280,23 +261,18 @@ def _title(variant: str) -> str:
 
 def write_results(result: Comparison, folder: Path) -> list[Path]:
     """Write `results.json`, `results.csv` and `results.png`; return their paths."""
+    text, rows = io.StringIO(), result.to_rows()
+    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     contents = {
         JSON_NAME: (json.dumps(result.to_dict(), indent=2) + "\n").encode(),
-        CSV_NAME: _to_csv(result).encode(),
+        CSV_NAME: text.getvalue().encode(),
         PLOT_NAME: figure_png(lambda: _draw(result)),
     }
     for name, content in contents.items():
         write_atomically(folder / name, content)
     return [folder / name for name in contents]
-
-
-def _to_csv(result: Comparison) -> str:
-    """One line for every length, task and variant."""
-    text, rows = io.StringIO(), result.to_rows()
-    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _draw(result: Comparison) -> Figure:

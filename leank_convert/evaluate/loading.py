@@ -70,41 +70,33 @@ def load_evaluated(
         LeanKError: If it is no LeanK checkpoint, holds other code than a release's, a shard of it is damaged,
             it has no tokenizer, or the mask is not made for it.
     """
-    if mask is not None:
-        return _load_pruned(checkpoint, mask, device)
-    check_code(checkpoint, trust=trust)
-    config, leank = read_leank_config(checkpoint)
-    facts = read_leank_facts(config, checkpoint)
-    # Names a damaged shard better than loading does.
-    opened = open_checkpoint(checkpoint)
-    settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
-    windows = Windows(**vars(settings.windows))
-    check_scale_tensors(opened, facts, leank)
-    tokenizer = load_tokenizer(checkpoint, trust=trust)
-    model = load_model(checkpoint, device, trust_remote_code=True)
+    if mask is None:
+        check_code(checkpoint, trust=trust)
+        folder, (config, leank) = checkpoint, read_leank_config(checkpoint)
+        facts = read_leank_facts(config, folder)
+        opened = open_checkpoint(folder)  # names a damaged shard better than loading does
+        read_block(leank, facts, origin=str(folder / CONFIG_NAME))
+        check_scale_tensors(opened, facts, leank)
+        tokenizer = load_tokenizer(folder, trust=trust)
+    else:
+        folder = resolve_model(checkpoint)
+        config = read_config(folder)
+        if "leank" in config:
+            raise LeanKError(
+                f"`{checkpoint}` is a checkpoint, which has its mask, and `{mask}` is another",
+                hint="leave the mask out, or name the original model",
+            )
+        facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+        find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        tokenizer = load_tokenizer(folder, checkpoint)
+    model = load_model(folder, device, trust_remote_code=mask is None)
     dense = _as_stock(model, facts.architecture)
-    return EvaluatedModel(model, dense, tokenizer, leank, facts, settings.channel_masks, windows)
-
-
-def _load_pruned(model: Path, mask: str | Path, device: torch.device) -> EvaluatedModel:
-    folder = resolve_model(model)
-    config = read_config(folder)
-    if "leank" in config:
-        raise LeanKError(
-            f"`{model}` is a checkpoint, which has its mask, and `{mask}` is another",
-            hint="leave the mask out, or name the original model",
-        )
-    facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
-    find_mask(mask, str(model))  # refused before weights are loaded
-    tokenizer = load_tokenizer(folder, model)
-    loaded = load_model(folder, device, trust_remote_code=False)
-    dense = _as_stock(loaded, facts.architecture)
-    apply_mask(loaded, mask)
-    settings = read_settings(loaded.config)
+    if mask is not None:
+        apply_mask(model, mask)
+    settings = read_settings(model.config)
     windows = Windows(**vars(settings.windows))
-    return EvaluatedModel(
-        loaded, dense, tokenizer, loaded.config.leank, facts, settings.channel_masks, windows
-    )
+    masks = settings.channel_masks
+    return EvaluatedModel(model, dense, tokenizer, model.config.leank, facts, masks, windows)
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:

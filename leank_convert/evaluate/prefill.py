@@ -52,14 +52,7 @@ class Prefill:
 
 @torch.no_grad()
 def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_window: int = 0) -> Prefill:
-    """Run a batch of prompts densely.
-
-    Args:
-        model: A LeanK model.
-        input_ids: Tokens, padded on the left [B, S].
-        attention_mask: 1 where real [B, S].
-        query_window: How many of every prompt's last queries are kept.
-    """
+    """Run a batch of prompts [B, S], padded on the left, densely; keeps as many of their last queries."""
     if bool(attention_mask.all()):
         return _run(model, input_ids, query_window)
     # Padding needs a mask of S x S for every row, which fills the memory and which flash attention does not
@@ -75,12 +68,7 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
 
 @torch.no_grad()
 def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Cache]:
-    """Run a batch of prompts in a stock model: as `run_prefill` does, if its cache is the usual one.
-
-    Args:
-        model: A causal language model of transformers.
-        input_ids: Tokens, padded on the left [B, S].
-        attention_mask: 1 where real [B, S].
+    """Run a batch of prompts [B, S], padded on the left, as `run_prefill` does where the cache is usual.
 
     Returns:
         The greedy token after each prompt [B, 1], and the cache.

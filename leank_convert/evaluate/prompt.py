@@ -78,16 +78,7 @@ def score(prediction: str, prompt: Prompt) -> float:
 
 
 def held_out_prompts(tokenizer: Any, data: DataSection, *, num_samples: int, seed: int) -> list[Prompt]:
-    """Draw prompts as training draws them, one question on each context.
-
-    Args:
-        tokenizer: The model's own, with a chat template.
-        data: Tasks, in turn, and the range of lengths.
-        num_samples: How many.
-        seed: Take another than the training's.
-
-    Returns:
-        Prompts whose `length` is the range's upper end.
+    """Draw prompts as training draws them, one question on each context; `length` is the range's upper end.
 
     Raises:
         LeanKError: If samples cannot be drawn for this tokenizer.

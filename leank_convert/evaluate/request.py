@@ -59,21 +59,13 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that has been resolved; no model is loaded yet.
-
-    Attributes:
-        request: What was asked for.
-        source: Where prompts come from, a key of `MEASURES`.
-        section: The data of the recipe whose held-out samples are asked, None with another source.
-        seed: Of the prompts.
-        also: Names of what else answers.
-    """
+    """An evaluation that has been resolved; no model is loaded yet."""
 
     request: EvaluationRequest
-    source: str
-    section: DataSection | None
-    seed: int
-    also: Sequence[str]
+    source: str  # where prompts come from, a key of `MEASURES`
+    section: DataSection | None  # of the recipe whose held-out samples are asked, None with another source
+    seed: int  # of the prompts
+    also: Sequence[str]  # names of what else answers
 
 
 def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
@@ -93,7 +85,13 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
         raise LeanKError(message, hint=hint)
     check_names(request.also or ())
     if request.out is not None:
-        _refuse_foreign_results(check_folder(request.out))
+        out = check_folder(request.out)
+        for name in () if (out / SETTINGS_NAME).exists() else (ANSWERS_NAME, *RESULT_NAMES):
+            if (out / name).exists():  # results would replace it
+                raise LeanKError(
+                    f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
+                    hint="name another folder with `--out`",
+                )
     if request.mask is None:
         read_leank_config(request.checkpoint)  # what is no checkpoint is refused as such
     also = request.also
@@ -137,17 +135,6 @@ def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[s
         )
     if len(set(lengths)) > 1:
         yield f"task `{source}` takes one length, not {list(lengths)}", "evaluate for each"
-
-
-def _refuse_foreign_results(out: Path) -> None:
-    """Refuse a folder where results would replace files that no evaluation wrote."""
-    if not (out / SETTINGS_NAME).exists():
-        for name in (ANSWERS_NAME, *RESULT_NAMES):
-            if (out / name).exists():
-                raise LeanKError(
-                    f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
-                    hint="name another folder with `--out`",
-                )
 
 
 def _choose_recipe(request: EvaluationRequest) -> Recipe:

@@ -24,21 +24,13 @@ most 0.03 on natural text, and caches that have lost their answers at least 0.3.
 
 @dataclass(frozen=True)
 class RoundedAnswers:
-    """How answers from a rounded cache compare with those from one as it comes, token by token.
+    """How answers from a rounded cache compare with those from one as it comes, token by token."""
 
-    Attributes:
-        kv_dtype: What keys and values are rounded to.
-        divergence: Mean KL divergence of the next token's distribution, in nats.
-        agreement: Share of tokens whose most likely next one is the same.
-        num_prompts: Prompts.
-        num_tokens: Tokens of their right answers, each given those before it.
-    """
-
-    kv_dtype: str
-    divergence: float
-    agreement: float
+    kv_dtype: str  # what keys and values are rounded to
+    divergence: float  # mean KL divergence of the next token's distribution, in nats
+    agreement: float  # share of tokens whose most likely next one is the same
     num_prompts: int
-    num_tokens: int
+    num_tokens: int  # of their right answers, each given those before it
 
     def render(self) -> str:
         """The result in one sentence."""
@@ -66,12 +58,6 @@ def answer_rounded(checkpoint: Path, recipe: Recipe, kv_dtype: str, device: torc
     """Answer a few of a recipe's prompts from a checkpoint's rounded cache and from one as it comes.
 
     The same channels are pruned in both, so that what is seen is rounding alone.
-
-    Args:
-        checkpoint: Its folder, whose code is this release's.
-        recipe: Whose data is asked, from its first prompt on.
-        kv_dtype: `fp8` or `int4`.
-        device: Where it runs.
 
     Raises:
         LeanKError: If it cannot be loaded, or memory does not suffice.

@@ -23,13 +23,7 @@ from leank_convert.evaluate.comparison import CacheBytes, Comparison, UsedBytes,
 from leank_convert.evaluate.loading import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.names import PRUNED
 from leank_convert.evaluate.prompt import Prompt, held_out_prompts
-from leank_convert.evaluate.request import (
-    GSM_INFINITE,
-    LONGBENCH,
-    MEASURES,
-    Evaluation,
-    EvaluationRequest,
-)
+from leank_convert.evaluate.request import GSM_INFINITE, LONGBENCH, MEASURES, Evaluation, EvaluationRequest
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.evaluate.variants import Dense, Masked, Variant, find_variants
 from leank_convert.files import sha256_of

@@ -215,15 +215,6 @@ def compare_text(
 ) -> TextComparison:
     """Compare the predictions of variants with the dense model's on a text; see `evaluate_text`.
 
-    Args:
-        evaluated: Its model runs the prefix, its dense model is what variants are compared with.
-        text: As the checkpoint's tokenizer takes it, with the special tokens it adds.
-        variants: What decodes besides the dense model.
-        prefix_tokens: The first tokens, which are prefilled.
-        num_tokens: How many of those after them are fed at most.
-        checkpoint: What results call it.
-        progress: Whether to draw a progress bar to stderr.
-
     Raises:
         LeanKError: As `measure_rows`.
     """
@@ -255,14 +246,9 @@ def measure_rows(
     prefix_tokens: int,
     progress: bool = False,
 ) -> RowLogits:
-    """Feed texts of one length together, and compare the predictions of variants with the dense model's.
+    """Feed texts [B, N] together, and compare the predictions of variants with the dense model's.
 
-    Args:
-        evaluated: Its model runs the prefixes, its dense model is what variants are compared with.
-        input_ids: The texts' tokens, int64 [B, N].
-        variants: What decodes besides the dense model.
-        prefix_tokens: The first tokens, which are prefilled; the last one is only predicted.
-        progress: Whether to draw a progress bar to stderr.
+    The first `prefix_tokens` are prefilled, and the last token is only predicted.
 
     Raises:
         LeanKError: If the texts are so short that nothing is fed, or nothing would be pruned; if memory does

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.names import (
     DENSE,
@@ -38,17 +37,11 @@ THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
 
 
 class Variant(Protocol):
-    """One way to go on from a prefill.
+    """One way to go on from a prefill."""
 
-    Attributes:
-        name: What its column is called.
-        windows: Tokens that stay whole, None for the checkpoint's.
-        query_window: How many of the prompt's last queries it looks at; 0 for none.
-    """
-
-    name: str
-    windows: Windows | None
-    query_window: int
+    name: str  # of its column
+    windows: Windows | None  # tokens that stay whole, None for the checkpoint's
+    query_window: int  # how many of the prompt's last queries it looks at
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The model and the cache to decode with; the prefill stays as it is."""
@@ -56,14 +49,9 @@ class Variant(Protocol):
 
 @dataclass
 class Dense:
-    """All keys and values, in the stock class.
+    """All keys and values, in the stock class."""
 
-    Attributes:
-        model: The stock model on the same weights.
-        name: What its column is called.
-    """
-
-    model: Any
+    model: Any  # the stock model on the same weights
     name: str = DENSE
     windows: Windows | None = None
     query_window: int = 0
@@ -81,25 +69,16 @@ class Dense:
 
 @dataclass
 class Masked:
-    """A LeanK cache that keeps the same channels for every prompt.
-
-    Attributes:
-        name: What its column is called.
-        channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
-        prune_values: Whether V that the checkpoint prunes is pruned.
-        windows: Tokens that stay whole, None for the checkpoint's.
-        kv_dtype: What keys and values are stored in, None for the checkpoint's.
-        constants: In place of those of the checkpoint, by the runtime's names for them (`key_mean`, of FP8
-            `key_scale` and `value_scale`), each [L, H_kv, D] in the checkpoint's head order.
-    """
+    """A LeanK cache that keeps the same channels for every prompt; None stands for the checkpoint's own."""
 
     name: str
-    channel_masks: Tensor | None = None
+    channel_masks: Tensor | None = None  # kept channels in the checkpoint's head order, bool [L, H_kv, D]
     windows: Windows | None = None
     query_window: int = 0
-    kv_dtype: str | None = None
+    kv_dtype: str | None = None  # what keys and values are stored in
+    # By the runtime's names (`key_mean`, of FP8 `key_scale`, `value_scale`), each [L, H_kv, D] in that order.
     constants: Mapping[str, Tensor] | None = None
-    prune_values: bool = True
+    prune_values: bool = True  # where the checkpoint does
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with these channels."""
@@ -121,15 +100,9 @@ class ThinK:
     """Channels that ThinK's rule chooses for each prompt.
 
     Attributes:
-        budget: The share that every head drops, at least 0 and below 1, rounded down to channels; or how many
-            channels each head keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it
-            shows what the choice is worth apart from them.
-        windows: Tokens that stay whole, None for the checkpoint's; ThinK's own are `THINK_WINDOWS`.
-        query_window: The prompt's last queries that choose.
-        name: What its column is called.
-
-    Raises:
-        LeanKError: If the share leaves a head nothing, or no query may choose.
+        budget: The share that every head drops, rounded down to channels; or how many channels each head
+            keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it shows what the
+            choice is worth apart from them.
     """
 
     budget: float | Tensor
@@ -137,44 +110,19 @@ class ThinK:
     query_window: int = QUERY_WINDOW
     name: str = THINK
 
-    def __post_init__(self) -> None:
-        if self.query_window < 1:
-            raise LeanKError(f"`{self.name}`: a window of {self.query_window} queries can choose nothing")
-        if not isinstance(self.budget, Tensor) and not 0 <= self.budget < 1:
-            raise LeanKError(
-                f"`{self.name}`: pruning ratio {self.budget} is not at least 0 and below 1",
-                hint="ThinK keeps at least one channel of every head",
-            )
-
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """The model, and a cache that will keep what this prompt's queries choose.
-
-        Raises:
-            LeanKError: If the budget's widths are not the model's.
-        """
-        cache = prefill.fork(self.windows)
+        """The model, and a cache that will keep what this prompt's queries choose."""
+        cache, widths = prefill.fork(self.windows), self.budget
         keys_of_layers = [keys for keys, _ in prefill.keys_and_values]
-        widths = self._widths(keys_of_layers)
+        if not isinstance(widths, Tensor):
+            _, num_heads, _, head_dim = keys_of_layers[0].shape
+            widths = torch.full((len(keys_of_layers), num_heads), kept_channels(head_dim, widths))
         for layer, queries, keys, kept in zip(
             cache.pruned_layers, prefill.queries, keys_of_layers, widths, strict=True
         ):
             window = queries[:, :, -self.query_window :]
             layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))
         return prefill.model, cache
-
-    def _widths(self, keys: Sequence[Tensor]) -> Tensor:
-        """Channels that each head keeps [L, H_kv]."""
-        layers, heads, head_dim = len(keys), keys[0].shape[1], keys[0].shape[3]
-        if not isinstance(self.budget, Tensor):
-            return torch.full((layers, heads), kept_channels(head_dim, self.budget))
-        low, high = int(self.budget.min()), int(self.budget.max())
-        if self.budget.shape != (layers, heads) or not 0 <= low <= high <= head_dim:
-            raise LeanKError(
-                f"`{self.name}`: widths {list(self.budget.shape)} from {low} to {high}, the model has "
-                f"[{layers}, {heads}] heads of {head_dim} channels",
-                hint="take the widths of a mask of this model",
-            )
-        return self.budget
 
 
 def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Variant]:
@@ -191,13 +139,9 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
 def rounded_variant(
     kv_dtype: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
 ) -> Masked:
-    """A LeanK cache in FP8 or int4, on all channels or on the kept ones.
+    """A LeanK cache in FP8 or int4, `alone` on all channels, else on the kept ones [L, H_kv, D].
 
-    Args:
-        kv_dtype: `fp8` or `int4`.
-        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
-        alone: Whether all channels are kept instead.
-        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; alone nothing does.
+    Then `key_mean` [L, H_kv, D] comes off its keys, both in the checkpoint's head order.
     """
     if alone:
         return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype, prune_values=False)

@@ -10,10 +10,8 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -29,11 +27,7 @@ from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import copy_companions, has_chat_template, read_tokenizer_config
-from leank_convert.export.config_json import (
-    build_config,
-    build_leank_facts,
-    encode_json,
-)
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
 from leank_convert.export.plan import ExportPlan, plan_export
@@ -59,14 +53,8 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, s
 __all__ = ["check_exportable", "export_checkpoint", "write_export"]
 
 
-class CacheTried(Protocol):
-    """What came of the trial of a checkpoint's cache."""
-
-    def render(self) -> str:
-        """The result in one sentence, without its full stop."""
-
-
-CacheTrial = Callable[[Path], CacheTried]
+CacheTrial = Callable[[Path], str]
+"""Tries a checkpoint's cache, and says what came of it in a sentence without its full stop."""
 
 # Shards that are hashed at a time: a hash takes a gigabyte a second, and needs a core for itself.
 _NUM_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -79,15 +67,7 @@ def check_exportable(
     config_overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Check what an export would refuse whatever the mask, before one is trained.
-
-    Only headers are read and nothing is written.
-
-    Args:
-        model: A local folder or a hub id.
-        out: The folder to write.
-        config_overrides: Keys of config.json to replace.
-        overwrite: Whether to replace a checkpoint in `out`.
+    """Check by headers alone what an export would refuse whatever the mask, before one is trained.
 
     Raises:
         LeanKError: If the source cannot be converted, or `out` not be written.
@@ -116,7 +96,6 @@ def export_checkpoint(
     kv_scales: KVScales | None = None,
     try_cache: CacheTrial | None = None,
     overwrite: bool = False,
-    mask_origin: str | Path = "mask",
 ) -> Path:
     """Write a checkpoint that prunes its K cache with a mask.
 
@@ -143,7 +122,6 @@ def export_checkpoint(
         try_cache: Tries the checkpoint before it is in `out`, by whose result the card is completed; what it
             raises leaves `out` as it was.
         overwrite: Whether to replace a checkpoint in `out`.
-        mask_origin: For messages, the file of a `mask` that has been read.
 
     Returns:
         `out`.
@@ -152,10 +130,24 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    asked = dict(locals())  # the attributes of a request are these parameters, but for what it is stored by
-    stored = {name: asked.pop(name) for name in ("kv_dtype", "kv_scales", "try_cache")}
-    request = ExportRequest(**{**asked, "out": user_path(out)})
-    return write_export(resolve_export(request), **stored)
+    request = ExportRequest(
+        model=model,
+        mask=mask,
+        out=user_path(out),
+        pruning_ratio=pruning_ratio,
+        recipe=recipe,
+        overrides=overrides,
+        all_channels=all_channels,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        flush_size=flush_size,
+        prune=prune,
+        config_overrides=config_overrides,
+        base_model=base_model,
+        overwrite=overwrite,
+    )
+    export = resolve_export(request)
+    return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
 
 
 def write_export(
@@ -165,16 +157,7 @@ def write_export(
     kv_scales: KVScales | None = None,
     try_cache: CacheTrial | None = None,
 ) -> Path:
-    """Write the checkpoint of an export that has been resolved.
-
-    Args:
-        export: What is written, and where.
-        kv_dtype: As for `export_checkpoint`, as the others.
-        kv_scales: Scales for `fp8`.
-        try_cache: Tries the checkpoint before it is there.
-
-    Returns:
-        The folder.
+    """Write the checkpoint of an export that has been resolved, as `export_checkpoint` does; its folder.
 
     Raises:
         LeanKError: If something cannot be read or written; the folder is then as before.
@@ -213,26 +196,22 @@ def _write_weights(
 ) -> dict[str, str]:
     """Write the shards and their index; SHA-256 of each shard by its name."""
     facts_json = json.dumps(metadata_facts(leank), separators=(",", ":"))
-    # While one shard is copied the disk takes the one before, and the hashes of a few follow behind.
-    with ExitStack() as stack:
-        flusher = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        hashers = [stack.enter_context(ThreadPoolExecutor(max_workers=1)) for _ in range(_NUM_HASHERS)]
+    # While one shard is copied the disk takes those before, and their pages are hashed.
+    with (
+        ThreadPoolExecutor(max_workers=1) as flusher,
+        ThreadPoolExecutor(max_workers=_NUM_HASHERS) as hashers,
+    ):
         flushed, digests = [], {}
-        for (name, header), hasher in zip(checkpoint.shards.items(), cycle(hashers), strict=False):
+        for name, header in checkpoint.shards.items():
             metadata = {**header.metadata, "format": "pt", "leank": facts_json}
             path = partial / name
-            digests[name] = write_shard(
-                header,
-                path,
-                edits=plan.edits,
-                metadata=metadata,
-                hasher=hasher,
-                added=plan.added.get(name, {}),
-            )
+            added = plan.added.get(name, {})
+            write_shard(header, path, edits=plan.edits, metadata=metadata, added=added)
+            digests[name] = hashers.submit(sha256_of, path)
             flushed.append(flusher.submit(sync_path, path))
         for future in flushed:
             future.result()
-        hashed = {name: digest() for name, digest in digests.items()}
+        hashed = {name: digest.result() for name, digest in digests.items()}
     # Of a single shard, too: engines take every safetensors file for weights unless an index names them.
     given = checkpoint.index or {}
     weight_map = {
@@ -246,7 +225,7 @@ def _write_weights(
     return hashed
 
 
-def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: CacheTried | None) -> str:
+def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: str | None) -> str:
     """Build the model card."""
     checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
     assert known is not None
@@ -263,7 +242,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
             mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype"), mask.stored_values
         ),
         element_bytes=element_bytes,
-        tried=None if tried is None else tried.render(),
+        tried=tried,
         leank=cache,
         noted_name=identify_model(checkpoint.folder),
         base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),

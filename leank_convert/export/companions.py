@@ -30,10 +30,6 @@ def copy_companions(folder: Path, target: Path) -> None:
     transformers looks the tokenizer's class up by `model_type`, and does not know that of a checkpoint; where
     that would choose another class, the file names the model's. One warning names what is missing.
 
-    Args:
-        folder: The model.
-        target: An existing folder.
-
     Raises:
         LeanKError: If tokenizer_config.json is no JSON object.
         OSError: If a file cannot be read or written.
@@ -41,10 +37,16 @@ def copy_companions(folder: Path, target: Path) -> None:
     found, refers_to_code = read_companions(folder)
     settings = {key: value for key, value in read_tokenizer_config(folder).items() if key != "auto_map"}
     missing = []
-    if has_tokenizer(found):
-        found.update(_name_tokenizer_class(folder, settings, warned=refers_to_code))
-    else:
+    if not has_tokenizer(found):
         missing.append("tokenizer")
+    else:
+        try:
+            chosen = find_tokenizer_class(folder)
+            if not names_class(folder, settings, chosen):
+                found[TOKENIZER_CONFIG_NAME] = encode_json({**settings, "tokenizer_class": chosen})
+        except LeanKError as error:
+            if not refers_to_code:  # else it was warned of
+                _logger.warning("%s; it is copied as it is", error.message)
     write_companions(found, target)
     if not has_chat_template(settings, found):
         missing.append("chat template")
@@ -113,22 +115,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / TOKENIZER_CONFIG_NAME
     return read_json(path) if path.is_file() else {}
-
-
-def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any], *, warned: bool) -> dict[str, bytes]:
-    """tokenizer_config.json with the tokenizer's class in it, by its name; nothing if need not be.
-
-    One that cannot be loaded is warned of, unless it was before.
-    """
-    try:
-        chosen = find_tokenizer_class(folder)
-    except LeanKError as error:
-        if not warned:
-            _logger.warning("%s; it is copied as it is", error.message)
-        return {}
-    if names_class(folder, settings, chosen):
-        return {}
-    return {TOKENIZER_CONFIG_NAME: encode_json({**settings, "tokenizer_class": chosen})}
 
 
 def find_tokenizer_class(folder: Path) -> str:

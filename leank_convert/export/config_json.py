@@ -26,16 +26,7 @@ def build_leank_facts(
     config_overrides: Mapping[str, Any],
     cache: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Build the `leank` block without its digests.
-
-    Args:
-        mask: The mask.
-        known: Its provenance.
-        layout: The heads' order and widths.
-        windows: Window sizes.
-        config_overrides: Keys of the source's config.json that were replaced.
-        cache: What `kv_scales.describe_cache` says of the cache.
-    """
+    """Build the `leank` block without its digests; `cache` is what `kv_scales.describe_cache` says."""
     orders = layout.head_permutation
     values = {}
     if mask.value_widths is not None:
@@ -61,14 +52,7 @@ def build_leank_facts(
 def build_config(
     config: Mapping[str, Any], architecture: Architecture, leank: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Build a checkpoint's config.json from its source's.
-
-    Args:
-        config: The source's, overrides applied.
-        architecture: The source's family.
-        leank: The `leank` block without digests.
-        files: SHA-256 by file name.
-    """
+    """Build a checkpoint's config.json from its source's, overrides applied, and SHA-256 by file name."""
     return {
         **config,
         "model_type": architecture.leank_model_type,

@@ -16,13 +16,7 @@ _ORDER = 1e-12
 
 
 def fold(block: Tensor, basis: Tensor, dim: int) -> Tensor:
-    """Fold a basis [D, D] into a block, float64.
-
-    Args:
-        block: Rows of V [D, …] where `dim` is 0, columns of O [rows, G·D] where it is 1.
-        basis: The head's directions, float64.
-        dim: Which dimension runs over the head's channels.
-    """
+    """Fold a basis [D, D] into rows of V [D, …], where `dim` is 0, or columns of O [rows, G·D]; float64."""
     if dim == 0:
         return basis.mT @ block.double()
     folded = block.double().unflatten(1, (-1, len(basis))) @ basis  # type: ignore[no-untyped-call]

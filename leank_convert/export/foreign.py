@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -13,13 +11,11 @@ from typing import Any
 from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME
 from leank_convert.digests import find_unlisted
 from leank_convert.errors import LeanKError
-from leank_convert.files import read_json, sha256_of, sync_path
+from leank_convert.files import read_json, sha256_of
 from leank_convert.mask import MASK_FILE_NAME
 
 # Marks a folder that an export is being written to, see `export.publish`.
 MARKER_NAME = ".leank-export"
-
-_logger = logging.getLogger("leank_convert")
 
 
 def is_export(folder: Path) -> bool:
@@ -57,14 +53,14 @@ def _is_within(name: str) -> bool:
 
 
 def refuse_edited(out: Path) -> None:
-    """Refuse a folder where a file that an export wrote was changed since; of a model card, see below.
+    """Refuse a folder where a file that an export wrote was changed since.
 
     Raises:
         LeanKError: If one was: it would be lost.
     """
     for name, digest in _read_digests(out).items():
         place = out / name
-        if name in (CARD_NAME, MASK_FILE_NAME) or not place.is_file() or _is_behind_link(out, place):
+        if name == MASK_FILE_NAME or not place.is_file() or _is_behind_link(out, place):
             continue
         if sha256_of(place) != digest:
             raise LeanKError(
@@ -102,18 +98,6 @@ def refuse_collisions(out: Path, names: Set[str]) -> None:
                 raise _mistakable(parent)
         if os.path.lexists(place) and (name not in own or (place.is_dir() and not place.is_symlink())):
             raise _mistakable(place)
-
-
-def keep_edited_card(out: Path, partial: Path) -> None:
-    """Keep a model card that was edited since it was written, under another name in the new folder."""
-    card, written = out / CARD_NAME, _read_digests(out).get(CARD_NAME)
-    if written is None or not card.is_file() or (digest := sha256_of(card)) == written:
-        return
-    kept = f"README.{digest[:8]}.md"
-    if not os.path.lexists(out / kept):
-        shutil.copy2(card, partial / kept)
-        sync_path(partial / kept)
-    _logger.warning("`%s` was edited since it was written; it is kept as `%s`", card, kept)
 
 
 def _read_digests(out: Path) -> dict[str, str]:

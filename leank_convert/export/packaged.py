@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.export.source_card import read_base_models
 from leank_convert.hub import hub_name, name_in_config
-from leank_convert.mask import ChannelMask, check_mask_fits, load_mask
-from leank_convert.masks import find_by_model, list_masks, model_part
+from leank_convert.mask import ChannelMask
+from leank_convert.masks import find_by_model
 
 # What trainers leave beside weights that they changed; config.json still names the model they began with.
 _TRAINERS_FILES = ("adapter_config.json", "trainer_state.json", "training_args.bin")
@@ -50,24 +48,3 @@ def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
     if identify_model(model) == known.model:
         return f"{text}; `{CONFIG_NAME}` calls this model so; changed weights need a mask of their own"
     return f"{text}; not evaluated on `{model}`"
-
-
-def suggest_packaged(model: str | Path) -> str:
-    """The end of a hint: the packaged masks that a folder's shape and rope admit, if there are any."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return ""
-    facts = read_model_facts(read_config(folder), origin=str(folder / CONFIG_NAME))
-    names = dict.fromkeys(model_part(path) for path in list_masks() if _fits(path, facts))
-    if not names:
-        return ""
-    listed = " or ".join(f"`--mask {name}`" for name in names)
-    return f"; if it is the very model of a packaged mask of its shape, {listed}"
-
-
-def _fits(path: Path, facts: ModelFacts) -> bool:
-    try:
-        check_mask_fits(load_mask(path), facts, mask_origin=path.stem, model_origin="model")
-    except LeanKError:
-        return False
-    return True

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor
@@ -43,21 +42,13 @@ _ATTENTION_TENSOR = re.compile(
 
 @dataclass(frozen=True)
 class TensorEdit:
-    """One tensor whose heads are put in another order, and whose channels of V may be folded.
-
-    Attributes:
-        tensor: Its name.
-        dim: The dimension that runs over heads: 0 for rows, 1 for columns.
-        permutation: `[new] = old` over the blocks of that dimension, which are of one size.
-        runs: How many runs of such blocks the tensor is, where its shape does not tell.
-        bases: What is folded into every block, by its old place: float64 [D, D], or None for nothing; None
-            for a tensor that no basis is folded into.
-    """
+    """One tensor whose heads are put in another order, and whose channels of V may be folded."""
 
     tensor: str
-    dim: int
-    permutation: tuple[int, ...]
-    runs: int | None = None
+    dim: int  # that runs over heads: 0 for rows, 1 for columns
+    permutation: tuple[int, ...]  # [new] = old over the blocks of that dimension, which are of one size
+    runs: int | None = None  # of such blocks, where the tensor's shape does not tell
+    # What is folded into every block, by its old place: float64 [D, D], or None for nothing.
     bases: tuple[Tensor | None, ...] | None = field(default=None, compare=False)
 
     def count_runs(self, shape: Sequence[int]) -> int:
@@ -67,17 +58,11 @@ class TensorEdit:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything that an export does to weights.
-
-    Attributes:
-        layout: The heads' order and widths.
-        edits: Permuted tensors by name; every other tensor is copied as it is.
-        added: Tensors that the source has not, by file and name.
-    """
+    """Everything that an export does to weights."""
 
     layout: HeadLayout
-    edits: Mapping[str, TensorEdit]
-    added: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    edits: Mapping[str, TensorEdit]  # by tensor; every other one is copied as it is
+    added: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # by file and name
 
     @property
     def num_added_bytes(self) -> int:
@@ -88,13 +73,7 @@ class ExportPlan:
 def plan_export(
     checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts, scales: KVScales | None = None
 ) -> ExportPlan:
-    """Plan an export and check the source's headers against it.
-
-    Args:
-        checkpoint: The source.
-        mask: A mask that fits the model.
-        facts: The source's facts.
-        scales: Of an FP8 cache, to be written beside each layer's keys.
+    """Plan an export by a mask that fits the model, and check the source's headers against it.
 
     Raises:
         LeanKError: If a tensor is missing or has another shape, quantized weights cannot be permuted, or
@@ -148,8 +127,7 @@ def plan_edits(
         value_basis: What is folded into V and O [L, H_kv, D, D], in the old order; None for nothing.
 
     Raises:
-        LeanKError: If a tensor is missing, has another shape, or a dtype of quantized weights in a model that
-            is not quantized; if quantized weights cannot be permuted, or a basis not be folded.
+        LeanKError: If a tensor is missing or of another shape or dtype, or cannot be permuted or folded.
     """
     check_quantization(checkpoint)
     if value_basis is not None:
@@ -188,17 +166,10 @@ def plan_edit(
     orders: Mapping[int, tuple[int, ...]],
     bases: Mapping[int, tuple[Tensor, ...]] = MappingProxyType({}),
 ) -> TensorEdit | None:
-    """Plan the edit of one of a model's tensors.
+    """Plan the edit of one of a model's tensors; None for one that stays as it is.
 
-    Args:
-        name: The tensor's.
-        shape: The tensor's.
-        facts: The model's.
-        orders: `[new] = old` of the KV heads of every pruned layer, by its number.
-        bases: What is folded into V and O of the KV heads of every pruned layer.
-
-    Returns:
-        The edit; None for a tensor that stays as it is.
+    `orders` is `[new] = old` of the KV heads of every pruned layer, by its number, and `bases` what is folded
+    into their V and O.
     """
     match = _ATTENTION_TENSOR.fullmatch(name)
     if match is None or int(match["layer"]) not in orders or (match["norm"] and shape == (facts.head_dim,)):
@@ -256,35 +227,19 @@ def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
         return
     found = checkpoint.find(name)
     if found is None:
-        raise _missing(checkpoint, name)
+        files = ", ".join(f"`{shard}`" for shard in list(checkpoint.shards)[:3])
+        more = len(checkpoint.shards) - 3
+        raise LeanKError(
+            f"`{checkpoint.folder}`: tensor `{name}` is missing, which config.json asks for; looked in "
+            + files
+            + (f" and {more} more" if more > 0 else ""),
+            hint="compare config.json with that of the original model",
+        )
+    what = f"`{checkpoint.folder / (checkpoint.shard_of(name) or '')}`: tensor `{name}` has"
     if found.dtype not in FLOAT_DTYPES:
         raise LeanKError(
-            f"`{_file_of(checkpoint, name)}`: tensor `{name}` has dtype {found.dtype}, and config.json no "
-            "`quantization_config` that says what that means",
+            f"{what} dtype {found.dtype}, and config.json no `quantization_config` that says what that means",
             hint="convert the model it was quantized from",
         )
-    _check_shape(checkpoint, name, shape)
-
-
-def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    found = checkpoint.find(name)
-    assert found is not None
     if found.shape != shape:
-        raise LeanKError(
-            f"`{_file_of(checkpoint, name)}`: tensor `{name}` has shape {cut(list(found.shape))}; "
-            f"config.json asks for {list(shape)}"
-        )
-
-
-def _file_of(checkpoint: Checkpoint, name: str) -> Path:
-    return checkpoint.folder / (checkpoint.shard_of(name) or "")
-
-
-def _missing(checkpoint: Checkpoint, name: str) -> LeanKError:
-    files = ", ".join(f"`{shard}`" for shard in list(checkpoint.shards)[:3])
-    more = len(checkpoint.shards) - 3
-    return LeanKError(
-        f"`{checkpoint.folder}`: tensor `{name}` is missing, which config.json asks for; looked in {files}"
-        + (f" and {more} more" if more > 0 else ""),
-        hint="compare config.json with that of the original model",
-    )
+        raise LeanKError(f"{what} shape {cut(list(found.shape))}; config.json asks for {list(shape)}")

@@ -22,7 +22,6 @@ from leank_convert.export.foreign import (
     MARKER_NAME,
     find_gone,
     is_export,
-    keep_edited_card,
     refuse_collisions,
     refuse_edited,
     refuse_mistakable,
@@ -44,13 +43,6 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
 
     What lies in `out` and is not part of an export, such as a training run, stays.
 
-    Args:
-        out: Where the files shall be.
-        overwrite: Whether an export that is there may be replaced.
-
-    Yields:
-        `<out>.partial`.
-
     Raises:
         LeanKError: If something else is in `out`, another process is writing to it, or a file cannot be put
             there.
@@ -66,7 +58,6 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             partial.mkdir()
             (partial / MARKER_NAME).touch()
             yield partial
-            keep_edited_card(out, partial)
             names = set(_list_files(partial))
             refuse_collisions(out, names)
             sync_path(partial)
@@ -82,11 +73,7 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
 def recover(out: Path) -> None:
     """Finish or undo the replacement that a killed export left in the middle.
 
-    Nothing happens where there was none. `out` is afterwards what it was before that export, or what that
-    export wrote.
-
-    Args:
-        out: The folder that was to be written.
+    `out` is afterwards what it was before that export, or what that export wrote.
 
     Raises:
         LeanKError: If `out` cannot be a folder, another process is writing to it, or `<out>.partial` is not

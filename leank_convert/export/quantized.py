@@ -126,14 +126,7 @@ def check_scaled(checkpoint: Checkpoint, weight: str) -> None:
 def find_moving(
     checkpoint: Checkpoint, weight: str, shape: tuple[int, ...], dim: int, num_blocks: int
 ) -> dict[str, int]:
-    """Find the tensors that are to be permuted for a quantized weight.
-
-    Args:
-        checkpoint: The source.
-        weight: The weight's name.
-        shape: What its shape has to be, [out, in].
-        dim: The dimension that is permuted.
-        num_blocks: Blocks of that dimension, of whole heads, that change places.
+    """Find the tensors that move with a quantized weight [out, in], whose blocks of `dim` change places.
 
     Returns:
         Their names, and of how many runs, one behind the other, each is: in each the blocks change places.

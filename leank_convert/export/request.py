@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    TRAINING_FOLDER,
-    Checkpoint,
-    open_checkpoint,
-    read_config,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, Checkpoint, open_checkpoint, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
-from leank_convert.export.packaged import describe_packaged, find_packaged, suggest_packaged
+from leank_convert.export.packaged import describe_packaged, find_packaged
 from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
 from leank_convert.fields import Fields
@@ -64,42 +58,26 @@ class ExportRequest:
     config_overrides: Mapping[str, Any] | None = None
     base_model: str | None = None
     overwrite: bool = False
-    mask_origin: str | Path = "mask"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The mask, windows and config changes of an export.
-
-    Attributes:
-        mask: Which channels are kept.
-        mask_origin: The mask's file, its packaged name or the option, for messages.
-        windows: Window sizes, and when to prune.
-        config_overrides: Keys of config.json to replace.
-    """
+    """The mask, windows and config changes of an export."""
 
     mask: ChannelMask
-    mask_origin: str
+    mask_origin: str  # the mask's file, its packaged name or the option, for messages
     windows: Windows
-    config_overrides: Mapping[str, Any]
+    config_overrides: Mapping[str, Any]  # keys of config.json to replace
 
 
 @dataclass(frozen=True)
 class Export:
-    """An export that has been resolved and checked; nothing is written yet.
-
-    Attributes:
-        request: What was asked for.
-        checkpoint: The model's folder, its headers read.
-        config: The model's config.json, overrides applied.
-        facts: The facts of that.
-        choice: Mask, windows and overrides.
-    """
+    """An export that has been resolved and checked; nothing is written yet."""
 
     request: ExportRequest
-    checkpoint: Checkpoint
-    config: Mapping[str, Any]
-    facts: ModelFacts
+    checkpoint: Checkpoint  # the model's folder, its headers read
+    config: Mapping[str, Any]  # the model's config.json, overrides applied
+    facts: ModelFacts  # of that
     choice: Choice
 
     @property
@@ -205,7 +183,7 @@ def choose(request: ExportRequest) -> Choice:
     if config_overrides is None:
         config_overrides = chosen.model.config_overrides if chosen else {}
     if isinstance(mask, ChannelMask):
-        taken, origin = mask, str(request.mask_origin)
+        taken, origin = mask, "mask"
     elif request.all_channels:
         folder = resolve_model(model)
         config = apply_config_overrides(read_config(folder), config_overrides)
@@ -242,8 +220,8 @@ def _find_mask(
     if path is None:
         raise LeanKError(
             f"no mask for `{model}`: none given, none in `{out}`, none in its recipe, none packaged for it",
-            hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE`"
-            + suggest_packaged(model),
+            hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE` or a "
+            "name of those that `leank-convert masks` lists",
         )
     if pruning_ratio is not None and not is_packaged(path):
         raise LeanKError(

@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.files import write_atomically
 from leank_convert.leank_block import LAYERS_KEY
@@ -30,26 +29,12 @@ def needed_parts(architecture: Architecture, leank: Mapping[str, Any]) -> set[st
 
 
 def read_runtime_files(parts: Collection[str] = PARTS) -> dict[str, bytes]:
-    """Read the files of the runtime that travel with a checkpoint, by name.
-
-    Args:
-        parts: Those of `PARTS` that are among them.
-
-    Raises:
-        LeanKError: If this installation lacks them.
-    """
+    """Read the files of the runtime that travel with a checkpoint that needs these `parts`, by name."""
     found = {
         entry.name: entry.read_bytes()
         for entry in sorted(files("leank_convert._runtime").iterdir(), key=lambda entry: entry.name)
         if entry.name.endswith("_leank.py")
     }
-    for name in (CONFIGURATION_FILE, MODELING_FILE, _PARTS_FILE, *PARTS):
-        if name not in found:
-            raise LeanKError(
-                f"this installation of leank-convert lacks the runtime file `{name}`",
-                hint="install it again",
-                exit_code=1,
-            )
     left_out = set(PARTS) - set(parts)
     # The runtime reads in this file what it has, and transformers what to copy.
     lines = found[_PARTS_FILE].decode().splitlines(keepends=True)
@@ -59,11 +44,7 @@ def read_runtime_files(parts: Collection[str] = PARTS) -> dict[str, bytes]:
 
 
 def copy_runtime_files(folder: Path, parts: Collection[str] = PARTS) -> list[str]:
-    """Copy the runtime's files into a folder, of those that not all checkpoints carry these `parts`.
-
-    Returns:
-        Their names.
-    """
+    """Copy the runtime's files into a folder, of those that not all carry these `parts`; their names."""
     contents = read_runtime_files(parts)
     for name, content in contents.items():
         write_atomically(folder / name, content)

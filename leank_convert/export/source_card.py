@@ -22,14 +22,9 @@ _logger = logging.getLogger("leank_convert")
 
 
 def read_licence(folder: Path) -> dict[str, str]:
-    """Read a model's licence: `license`, `license_name` and `license_link`, as its card names them.
+    """Read what there is of a model's `license`, `license_name` and `license_link`, as its card names them.
 
-    Args:
-        folder: The model.
-
-    Returns:
-        What there is. Without a card that names one, a licence file that travels with the checkpoint stands
-        for it.
+    Without a card that names one, a licence file that travels with the checkpoint stands for it.
     """
     given = _read_front_matter(folder / CARD_NAME)
     files = sorted(name for name in find_companions(folder)[0] if name.startswith("LICENSE"))
@@ -46,13 +41,8 @@ def read_licence(folder: Path) -> dict[str, str]:
 def find_base_model(folder: Path, name: str, mask_model: str) -> str | None:
     """Find the hub id of the model that a checkpoint is made of.
 
-    Args:
-        folder: The model.
-        name: What artifacts call it.
-        mask_model: What it was called when the mask was made.
-
-    Returns:
-        The first that is a hub id, of these two and the name that transformers left in config.json.
+    The first that is one, of what artifacts call it, what it was called when the mask was made, and the name
+    that transformers left in config.json.
     """
     return next((known for known in (name, mask_model) if is_repository(known)), name_in_config(folder))
 

@@ -11,11 +11,7 @@ from leank_convert.config_class import build_config, refused_by_transformers
 def list_stock_tensors(facts: ModelFacts, *, origin: str) -> dict[str, tuple[int, ...]]:
     """List the shapes of a model's tensors, by the names that they have in files.
 
-    The model is built without memory for its weights; nothing is downloaded.
-
-    Args:
-        facts: The model's.
-        origin: Its config.json, for messages.
+    The model is built without memory for its weights. `origin` is its config.json, for messages.
 
     Raises:
         LeanKError: If transformers makes no model of its config.json.

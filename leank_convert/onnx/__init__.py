@@ -5,7 +5,7 @@ names its tensors). `leank_onnx.py` and its two siblings are the host that trave
 """
 
 from leank_convert.onnx.export import export_graph, export_onnx
-from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
+from leank_convert.onnx.libraries import OPSET, check_available
 from leank_convert.onnx.pruned_model import PrunedModel, load_pruned
 
-__all__ = ["DEFAULT_OPSET", "PrunedModel", "check_available", "export_graph", "export_onnx", "load_pruned"]
+__all__ = ["OPSET", "PrunedModel", "check_available", "export_graph", "export_onnx", "load_pruned"]

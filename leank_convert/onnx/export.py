@@ -37,7 +37,7 @@ from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE
-from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
+from leank_convert.onnx.libraries import OPSET, check_available
 from leank_convert.onnx.pruned_model import (
     DTYPES,
     PrunedModel,
@@ -65,7 +65,6 @@ def export_onnx(
     mask: MaskLike,
     out: str | Path,
     *,
-    opset: int = DEFAULT_OPSET,
     dtype: str = "float32",
     weights: str | None = None,
     overwrite: bool = False,
@@ -80,21 +79,20 @@ def export_onnx(
         model: A local folder or a hub id, of a model or of a checkpoint that was converted before.
         mask: As for `export_checkpoint`; None for a checkpoint, which has one.
         out: The folder to write. A training run and files of your own that lie there are kept.
-        opset: The graph's version of the ONNX operators.
         dtype: Of weights and cache: `float32` or `float16`.
         weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
         overwrite: Whether to replace a checkpoint or a graph in `out`.
         choices: Of a model, `export_checkpoint`'s `pruning_ratio`, `recipe`, `overrides`, `all_channels`,
-            window sizes, `config_overrides` and `mask_origin`.
+            window sizes and `config_overrides`.
 
     Returns:
         `out`.
 
     Raises:
-        LeanKError: If a library is missing, or anything about the source, the mask, the opset or the target
+        LeanKError: If a library is missing, or anything about the source, the mask or the target
             is wrong; `out` is then as before.
     """
-    check_available(opset)
+    check_available()
     check_quantizer(weights)
     Fields({"dtype": dtype}, "export").text("dtype", DTYPES)
     out = user_path(out)
@@ -125,82 +123,63 @@ def export_onnx(
             request = dataclasses.replace(export.request, out=temporary, overwrite=False)
             checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
-        write_graph(pruned, partial / MODEL_FILE, opset=opset)
-        trials = make_trials(pruned, weights)
+        write_graph(pruned, partial / MODEL_FILE)
+        trials = make_trials(pruned)
         pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
         check_graph(trials, partial / MODEL_FILE)
         difference = None
         if weights is not None:
             quantize_weights(partial / MODEL_FILE, weights)
             difference = check_graph(trials, partial / MODEL_FILE, weights)
-        _copy_companions(checkpoint, partial)
+        companions, _ = read_companions(checkpoint)
+        write_companions(companions, partial)
+        if "tokenizer.json" not in companions:
+            _logger.warning(
+                "`%s` has no `tokenizer.json`; `leank_onnx.py` will take tokens alone, no text", checkpoint
+            )
         write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
         for file in _HOST:
             write_atomically(partial / file.name, file.read_bytes())
         if temporary.exists():
             shutil.rmtree(temporary)
-        _describe_folder(pruned, partial, opset, weights, difference)
-        readme = build_readme(pruned, opset=opset, weights=weights, difference=difference)
+        _describe_folder(pruned, partial, weights, difference)
+        readme = build_readme(pruned, weights=weights, difference=difference)
         write_atomically(partial / CARD_NAME, readme.encode())
     return out
 
 
-def export_graph(
-    pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAULT_OPSET, weights: str | None = None
-) -> None:
+def export_graph(pruned: PrunedModel | Path, folder: Path, *, weights: str | None = None) -> None:
     """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder, without running the graph.
 
     For the dense model of the same exporter, replace `channel_masks` by zeros and `recent_size` by the
     capacity: nothing is pruned then.
 
-    Args:
-        pruned: A converted checkpoint's folder, or a model in memory with its masks.
-        folder: An existing folder.
-        opset: The graph's version of the ONNX operators.
-        weights: `int8` or `int4`; None leaves them as they are.
-
     Raises:
-        LeanKError: If a library is missing, the opset or the weights are not supported, or the checkpoint
-            cannot be read.
+        LeanKError: If a library is missing, the weights are not supported, or the checkpoint cannot be read.
     """
-    check_available(opset)
+    check_available()
     check_quantizer(weights)
     if isinstance(pruned, Path):
         pruned = load_pruned(pruned)
-    write_graph(pruned, folder / MODEL_FILE, opset=opset)
+    write_graph(pruned, folder / MODEL_FILE)
     if weights is not None:
         quantize_weights(folder / MODEL_FILE, weights)
-    _describe_folder(pruned, folder, opset, weights)
+    _describe_folder(pruned, folder, weights)
 
 
 def _describe_folder(
-    pruned: PrunedModel, folder: Path, opset: int, weights: str | None, difference: float | None = None
+    pruned: PrunedModel, folder: Path, weights: str | None, difference: float | None = None
 ) -> None:
     """Write the description, with the digest of every file that is there. A README may be edited."""
     others = (CARD_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
     present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
-    description = describe(pruned, opset=opset, files=files, weights=weights, difference=difference)
+    description = describe(pruned, files=files, weights=weights, difference=difference)
     write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(description))
 
 
-def _copy_companions(checkpoint: Path, folder: Path) -> None:
-    """Copy the tokenizer and its kin as the checkpoint has them."""
-    contents, _ = read_companions(checkpoint)
-    write_companions(contents, folder)
-    if not (folder / "tokenizer.json").exists():
-        _logger.warning(
-            "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, _HOST[0].name
-        )
-
-
-def write_graph(pruned: PrunedModel, path: Path, *, opset: int) -> None:
-    """Trace the step of a model and write it.
-
-    Args:
-        pruned: The model and its masks.
-        path: The graph's file. The weights' has the same name and `.data` behind it.
-        opset: The graph's version of the ONNX operators.
+def write_graph(pruned: PrunedModel, path: Path) -> None:
+    """Trace the step of a model and write it; the weights' file has the graph's name and `.data` behind it.
 
     Raises:
         LeanKError: If the weights cannot be written.
@@ -209,7 +188,7 @@ def write_graph(pruned: PrunedModel, path: Path, *, opset: int) -> None:
 
     step = StepModel(pruned).eval()
     with _quiet_exporter(), _hollow(step) as weights:
-        program = _trace(pruned, step, opset)
+        program = _trace(pruned, step)
         with _attached(program, weights):
             # Rewriting compares nodes with nodes: first drop the half of them that says nothing.
             optimizer.fold_constants(program.model)
@@ -233,7 +212,7 @@ def _save(program: Any, path: Path) -> None:
         ) from error
 
 
-def _trace(pruned: PrunedModel, step: StepModel, opset: int) -> Any:
+def _trace(pruned: PrunedModel, step: StepModel) -> Any:
     """Trace into a `torch.onnx.ONNXProgram`, every operation as the tracer gives it."""
     # Sizes that no other size equals, lest the tracer takes two for one.
     batch, num_new, num_logits = 2, 3, 5
@@ -263,7 +242,7 @@ def _trace(pruned: PrunedModel, step: StepModel, opset: int) -> Any:
             step,
             args,
             dynamo=True,
-            opset_version=opset,
+            opset_version=OPSET,
             dynamic_shapes=dynamic,
             input_names=["input_ids", "past_lengths", "pruned_lengths", "logits_index", *shapes],
             output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],

@@ -1,19 +1,7 @@
 """The graph: one for prompt chunks, decode steps and later turns, traced through transformers' model code.
 
-Inputs, B rows of Q new tokens each, stored without padding:
-
-- `input_ids` [B, Q], `past_lengths` [B] (cached tokens of each row), `pruned_lengths` [B] (those of them in
-  the pruned region), `logits_index` [B, K] (of which new tokens logits are wanted), all int64;
-- `past_key_values.{i}.window.key` [B, H_kv, S, D] and `.window.value` [B, H_kv, D, S]: sink and recent
-  tokens. Token t lies in slot t if t < sink_size, else in sink_size + (t - sink_size) mod (S - sink_size).
-  While a prompt is read S is anything from its length up, and not sink_size: slot t holds token t;
-- `past_key_values.{i}.pruned.{w}.key` [B, n, P, w] and `.pruned.{w}.value` [B, n, D, P] for each bucket of n
-  heads of width w > 0: token t lies in slot t - sink_size. Where V is pruned they are `.pruned.{w}.{h}.key`
-  and `.pruned.{w}.{h}.value` [B, n, v, P] of the heads from h on that keep v channels of V, and none is 0.
-
-Outputs: `logits` [B, K, V]; `present.{i}.key` [B, H_kv, Q, D] and `present.{i}.value` [B, H_kv, D, Q], of the
-new tokens alone. Whoever runs the graph writes them into its buffers. What a slot without a token holds is
-multiplied by 0, so it must be finite.
+docs/formats.md names inputs and outputs, and says what whoever runs the graph does with its buffers. What a
+slot without a token holds is multiplied by 0, so it must be finite.
 
 A cached key lacks the mean of keys, where the mask has one. Its lanes are its channels in `channel_order`: a
 head's kept ones first, so that a pruned key is the first w lanes of the whole one.
@@ -63,11 +51,7 @@ class _Step:
 
 
 class StepModel(nn.Module):
-    """One step of a pruned model as a function of its cache.
-
-    Args:
-        pruned: The model and its masks.
-    """
+    """One step of a pruned model as a function of its cache."""
 
     def __init__(self, pruned: PrunedModel) -> None:
         super().__init__()

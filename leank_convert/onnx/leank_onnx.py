@@ -70,15 +70,6 @@ class LeanKOnnx:
             self.tokenizer.no_padding()
             self.tokenizer.no_truncation()
 
-    def check_files(self) -> None:
-        """Compare every file with the digest that the description has of it; reads all weights.
-
-        Raises:
-            LeanKOnnxError: If one differs or is missing.
-        """
-        for name in self.description.files:
-            self.description.check_file(name)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text.
 
@@ -255,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--prompt-chunk", type=int, default=DEFAULT_PROMPT_CHUNK, help="tokens read at a time"
     )
     parser.add_argument("--plain", action="store_true", help="pass the prompt without the chat template")
-    parser.add_argument("--check", action="store_true", help="compare the files with their digests first")
     given = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may say what the terminal's encoding has no bytes for.
@@ -277,8 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(given: argparse.Namespace) -> None:
     model = LeanKOnnx(given.folder, given.threads)
-    if given.check:
-        model.check_files()
     prompt = _read_standard_input() if given.prompt == "-" else given.prompt
     if given.plain or model.chat_template is None:
         ids = model.encode(prompt)

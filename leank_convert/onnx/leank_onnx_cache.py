@@ -51,18 +51,18 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return dict(content)
 
 
+def digest_of(description: Mapping[str, Any]) -> str:
+    """SHA-256 of a description's values but `sha256` itself, in whatever order they stand."""
+    values = {key: value for key, value in description.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 class Bucket(NamedTuple):
-    """Heads of a layer that keep as much of a pruned token: the first lanes of K and the first channels of V.
+    """Heads of a layer that keep as much of a pruned token: first lanes of K and first channels of V."""
 
-    Attributes:
-        width: Kept channels of K.
-        heads: Which heads, one behind the other.
-        value_width: Kept channels of V; None for all, in a model whose V is not pruned.
-    """
-
-    width: int
-    heads: slice
-    value_width: int | None = None
+    width: int  # kept channels of K
+    heads: slice  # one behind the other
+    value_width: int | None = None  # kept channels of V; None for all, in a model whose V is not pruned
 
     @property
     def name(self) -> str:
@@ -77,20 +77,7 @@ class Bucket(NamedTuple):
 
 
 class Description:
-    """What decoding needs of `leank_onnx.json`; `leank-convert verify` checks all of it.
-
-    Attributes:
-        dtype: Element type of the cache and the logits.
-        vocab_size: Length of a row of logits.
-        num_heads: Key/value heads of every layer.
-        head_dim: Channels of a head.
-        sink_size, recent_size, flush_size: Window sizes.
-        buckets: Per layer its buckets, those aside whose heads see no pruned token.
-        eos_token_ids: Tokens that end an answer.
-        max_position_embeddings: Positions that the model's config names.
-        files: SHA-256 of every file by its name.
-        content: All of the file.
-    """
+    """What decoding needs of `leank_onnx.json`, as it was written: its own digest tells."""
 
     def __init__(self, folder: Path) -> None:
         """Read the description in a folder, and no other file; raise LeanKOnnxError if it cannot be read."""
@@ -99,42 +86,39 @@ class Description:
             path.is_file(), f"`{path}` does not exist: pass a folder that `leank-convert export-onnx` wrote"
         )
         self.content: Mapping[str, Any] = read_object(path, "export the model again")
-        version = self.content.get("format_version")
+        content, version = self.content, self.content.get("format_version")
         require(
-            type(version) is int and version == FORMAT_VERSION,
+            version == FORMAT_VERSION,
             f"`{path}`: format_version is {version!r:.60}, this program reads {FORMAT_VERSION}: use the "
             "leank_onnx.py that lies beside it, or export the model again",
         )
+        require(
+            content.get("sha256") == digest_of(content),
+            f"`{path}` was changed: its `sha256` is not that of its other values; copy it again, or "
+            "export the model again",
+        )
         try:
-            model = self.content["model"]
-            self.dtype = _DTYPES[self.content["dtype"]]
-            self.vocab_size = _integer(model["vocab_size"])
-            self.num_heads = _integer(model["num_key_value_heads"])
-            self.head_dim = _integer(model["head_dim"])
-            self.max_position_embeddings = _integer(model["max_position_embeddings"])
-            self.sink_size = _integer(self.content["sink_size"])
-            self.recent_size = _integer(self.content["recent_size"])
-            self.flush_size = _integer(self.content["flush_size"])
+            model = content["model"]
+            self.dtype = _DTYPES[content["dtype"]]  # of the cache and the logits
+            self.vocab_size: int = model["vocab_size"]
+            self.num_heads: int = model["num_key_value_heads"]  # of every layer
+            self.head_dim: int = model["head_dim"]
+            self.max_position_embeddings: int = model["max_position_embeddings"]
+            self.sink_size: int = content["sink_size"]
+            self.recent_size: int = content["recent_size"]
+            self.flush_size: int = content["flush_size"]
+            # Per layer, those aside whose heads see no pruned token.
             self.buckets = [
                 [
-                    Bucket(
-                        _integer(bucket["width"]),
-                        slice(*bucket["heads"]),
-                        _integer(bucket["value_width"]) if "value_width" in bucket else None,
-                    )
+                    Bucket(bucket["width"], slice(*bucket["heads"]), bucket.get("value_width"))
                     for bucket in layer
                     if bucket["width"]
                 ]
-                for layer in self.content["buckets"]
+                for layer in content["buckets"]
             ]
-            self.eos_token_ids = frozenset(map(_integer, self.content["eos_token_ids"]))
-            self.files = {name: str(digest) for name, digest in self.content["files"].items()}
-            require(
-                all(0 <= token < self.vocab_size for token in self.eos_token_ids),
-                f"`{path}`: eos_token_ids {sorted(self.eos_token_ids)!s:.60} are not all of the vocabulary, "
-                f"0 to {self.vocab_size - 1}; export the model again",
-            )
-        except (LookupError, TypeError, AttributeError) as error:
+            self.eos_token_ids: frozenset[int] = frozenset(content["eos_token_ids"])
+            self.files: dict[str, str] = content["files"]  # SHA-256 by name
+        except (LookupError, TypeError, AttributeError) as error:  # sealed, but not by an export
             raise LeanKOnnxError(
                 f"`{path}` lacks a value, or has one of no use ({type(error).__name__}: {error!s:.60}); "
                 "export the model again"
@@ -174,13 +158,6 @@ class Description:
         )
 
 
-def _integer(value: object) -> int:
-    """A whole number that JSON holds as one; raise TypeError for `true` and `1.0`, which equal 1."""
-    if type(value) is not int:
-        raise TypeError(f"{value!r:.60} is no whole number")
-    return value
-
-
 class Cache:
     """Keys and values of rows of tokens, in arrays that onnxruntime reads where they lie.
 
@@ -197,13 +174,11 @@ class Cache:
     Attributes:
         lengths: Tokens per row `[B]`.
         pruned_lengths: How many of them are pruned `[B]`.
-        moves: How often arrays were replaced: an address taken before is void.
     """
 
     def __init__(self, description: Description, batch: int, num_slots: int, num_columns: int = 1) -> None:
         """Make room for `num_slots` tokens a row in the windows, and for pruned ones."""
         self.lengths, self.pruned_lengths = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-        self.moves = 0
         self._description = description
         # Per layer [B, H_kv, slots, D] and [B, H_kv, D, slots].
         self._windows = [self._new_window(num_slots) for _ in description.buckets]
@@ -246,7 +221,6 @@ class Cache:
     def split(self) -> None:
         """Part the prompts, which lie whole in the windows, into sink, pruned and recent tokens."""
         d = self._description
-        self.moves += 1
         self.pruned_lengths = np.maximum(self.lengths - d.sink_size - d.recent_size, 0)
         capacity = _capacity(int(self.pruned_lengths.max()))
         for layer, (keys, values) in enumerate(self._windows):
@@ -302,7 +276,6 @@ class Cache:
             pruned_values[row, :, :, start:stop] = values[bucket.heads, : bucket.value_width][..., slots]
 
     def _grow_windows(self, num_slots: int) -> None:
-        self.moves += 1
         for layer, old in enumerate(self._windows):
             if num_slots > old[0].shape[2]:
                 self._windows[layer] = _copied(old, self._new_window(num_slots))
@@ -313,7 +286,6 @@ class Cache:
         for layer, bucket in self._buckets():
             old = self._pruned[layer, bucket.name]
             if num_tokens > old[0].shape[2]:
-                self.moves += 1
                 self._pruned[layer, bucket.name] = _copied(old, self._new(bucket, _capacity(num_tokens)))
 
     def _slots_of(self, tokens: Array) -> Array:

@@ -1,6 +1,6 @@
 """Reading and answering tokens with a graph exported by leank-convert; travels with `leank_onnx.py`.
 
-A `Step` runs the graph on new tokens and a cache; a `Session` reads and answers rows of tokens by such steps.
+`run_graph` runs it on new tokens and a cache; a `Session` reads and answers rows of tokens by such steps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 if __package__:  # that of a program which has these files
-    from .leank_onnx_cache import Array, Cache, Description, LeanKOnnxError, LeanKOnnxMemoryError, require
+    from .leank_onnx_cache import Array, Cache, LeanKOnnxError, LeanKOnnxMemoryError, Present, require
 else:
-    from leank_onnx_cache import Array, Cache, Description, LeanKOnnxError, LeanKOnnxMemoryError, require  # type: ignore
+    from leank_onnx_cache import Array, Cache, LeanKOnnxError, LeanKOnnxMemoryError, Present, require  # type: ignore
 
 DEFAULT_PROMPT_CHUNK = 256
 
@@ -51,79 +51,46 @@ def load_graph(path: Path, threads: int | None = None, settings: Mapping[str, st
         ) from error
 
 
-class Step:
-    """A run of the graph for `num_new` tokens per row, its inputs and outputs bound where they lie.
+def run_graph(
+    graph: Any,
+    cache: Mapping[str, Array],
+    input_ids: Array,
+    past_lengths: Array,
+    pruned_lengths: Array,
+    logits_index: Array,
+    gives_back_memory: bool = False,
+) -> tuple[Array, Present]:
+    """Run a graph on new tokens `[B, Q]` and `Cache.tensors`, which it reads where they lie.
 
-    Run again, it binds nothing. Of the cache it holds addresses alone: whoever binds arrays must keep them.
+    Returns:
+        Logits `[B, K, V]`, and the new tokens' keys and values.
 
-    Attributes:
-        logits: Of the last run `[B, K, V]`.
-        present: Keys and values of the last run's tokens.
+    Raises:
+        LeanKOnnxError: If onnxruntime fails; LeanKOnnxMemoryError where memory runs out.
     """
+    import onnxruntime
 
-    def __init__(
-        self,
-        graph: Any,
-        description: Description,
-        cache: Mapping[str, Array],
-        batch: int,
-        num_new: int = 1,
-        num_logits: int = 1,
-    ) -> None:
-        d, self._graph = description, graph
-        self._integers = {
-            "input_ids": np.zeros((batch, num_new), np.int64),
-            "past_lengths": np.zeros(batch, np.int64),
-            "pruned_lengths": np.zeros(batch, np.int64),
-            "logits_index": np.zeros((batch, num_logits), np.int64),
-        }
-        self.logits: Array = np.zeros((batch, num_logits, d.vocab_size), d.dtype)
-        self.present: list[tuple[Array, Array]] = [
-            (
-                np.zeros((batch, d.num_heads, num_new, d.head_dim), d.dtype),
-                np.zeros((batch, d.num_heads, d.head_dim, num_new), d.dtype),
-            )
-            for _ in d.buckets
-        ]
-        outputs = {"logits": self.logits}
-        for layer, (keys, values) in enumerate(self.present):
-            outputs |= {f"present.{layer}.key": keys, f"present.{layer}.value": values}
-        self._binding = graph.io_binding()
-        for bind, arrays in (
-            (self._binding.bind_input, {**self._integers, **cache}),
-            (self._binding.bind_output, outputs),
-        ):
-            for name, array in arrays.items():
-                try:
-                    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-                except Exception as error:  # onnxruntime's errors share no class of their own
-                    raise LeanKOnnxError(f"onnxruntime cannot run the graph: {error}") from error
-
-    def run(self, *, gives_back_memory: bool = False, **integers: Any) -> Array:
-        """Return logits `[B, K, V]`, valid until the next run, for the graph's integer inputs by name.
-
-        Raises:
-            LeanKOnnxError: If onnxruntime fails; LeanKOnnxMemoryError where memory runs out.
-        """
-        import onnxruntime
-
-        for name, values in integers.items():
-            self._integers[name][:] = values
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = 4  # what fails is raised
-        if gives_back_memory:  # what the run takes beyond inputs and outputs, to the system
-            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        try:
-            self._graph.run_with_iobinding(self._binding, options)
-        except Exception as error:  # onnxruntime's errors share no class of their own
-            if "Failed to allocate memory" in str(error) or "bad_alloc" in str(error):
-                batch, num_new = self._integers["input_ids"].shape
-                raise LeanKOnnxMemoryError(
-                    f"too little memory for {num_new} new tokens of {batch} rows at a time: pass a smaller "
-                    "prompt_chunk, or fewer rows"
-                ) from error
-            raise LeanKOnnxError(f"onnxruntime cannot run the graph: {error}") from error
-        return self.logits
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4  # what fails is raised
+    if gives_back_memory:  # what the run takes beyond inputs and outputs, to the system
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    integers = {
+        "input_ids": input_ids,
+        "past_lengths": past_lengths,
+        "pruned_lengths": pruned_lengths,
+        "logits_index": logits_index,
+    }
+    try:
+        logits, *present = graph.run(None, {**integers, **cache}, options)
+    except Exception as error:  # onnxruntime's errors share no class of their own
+        if "Failed to allocate memory" in str(error) or "bad_alloc" in str(error):
+            batch, num_new = input_ids.shape
+            raise LeanKOnnxMemoryError(
+                f"too little memory for {num_new} new tokens of {batch} rows at a time: pass a smaller "
+                "prompt_chunk, or fewer rows"
+            ) from error
+        raise LeanKOnnxError(f"onnxruntime cannot run the graph: {error}") from error
+    return logits, list(zip(present[::2], present[1::2], strict=True))
 
 
 class Session:
@@ -137,8 +104,6 @@ class Session:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.cache: Cache | None = None
-        self._step: Step | None = None
-        self._bound: tuple[int, ...] = ()
         # By row the last token of its answer and where it belongs: unread for as long as the row ends there.
         self._endings: dict[int, tuple[int, int]] = {}
 
@@ -256,10 +221,7 @@ class Session:
         if self.cache is not None:
             return self._read(self.cache, rows, chunk, all_logits)
         cache = Cache(self.model.description, len(rows), 1)
-        try:
-            logits = self._read(cache, rows, chunk, all_logits, is_prompt=True)
-        finally:
-            self._step = None
+        logits = self._read(cache, rows, chunk, all_logits, is_prompt=True)
         # Half a prompt is no cache that could be decoded on: where reading is interrupted, stay empty.
         cache.split()
         self.cache = cache
@@ -279,7 +241,7 @@ class Session:
                 ids[row, :count] = rows[row][start : start + count]
             wanted = np.maximum(counts - 1, 0)[:, None]
             if all_logits:
-                wanted = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+                wanted = np.tile(np.arange(ids.shape[1]), (len(rows), 1))
             if is_prompt:
                 num_left = longest - start - ids.shape[1]
                 # A long prompt's attention takes many times the memory that decoding needs.
@@ -289,9 +251,9 @@ class Session:
                 logits = self._append(cache, ids, counts, wanted)
             for row in np.flatnonzero(counts).tolist():
                 if all_logits:
-                    parts[row].append(logits[row, : counts[row]].copy())
+                    parts[row].append(logits[row, : counts[row]])
                 else:
-                    parts[row] = [logits[row].copy()]
+                    parts[row] = [logits[row]]
         return [np.concatenate(part) for part in parts]
 
     def _append(self, cache: Cache, ids: Array, counts: Array, wanted: Array) -> Array:
@@ -312,21 +274,10 @@ class Session:
 
     def _run(
         self, cache: Cache, ids: Array, wanted: Array, gives_back_memory: bool = False
-    ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Return logits and the new tokens' keys and values, both valid until the next run."""
-        sizes = (*ids.shape, wanted.shape[1])
-        if self._step is None or self._bound != (*sizes, cache.moves):
-            self._step = None  # its memory first
-            self._step = Step(self.model.graph, self.model.description, cache.tensors(), *sizes)
-            self._bound = (*sizes, cache.moves)
-        logits = self._step.run(
-            gives_back_memory=gives_back_memory,
-            input_ids=ids,
-            past_lengths=cache.lengths,
-            pruned_lengths=cache.pruned_lengths,
-            logits_index=wanted,
-        )
-        return logits, self._step.present
+    ) -> tuple[Array, Present]:
+        """Return logits and the new tokens' keys and values."""
+        lengths = cache.lengths, cache.pruned_lengths
+        return run_graph(self.model.graph, cache.tensors(), ids, *lengths, wanted, gives_back_memory)
 
 
 def _picker(

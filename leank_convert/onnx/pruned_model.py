@@ -13,12 +13,7 @@ import transformers
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    open_checkpoint,
-    read_leank_config,
-    read_leank_facts,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.leank_block import read_block
@@ -35,30 +30,20 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class PrunedModel:
-    """A dense model, and how its cache is pruned.
+    """A dense model, and how its cache is pruned."""
 
-    Attributes:
-        model: A stock causal LM of one of `DTYPES`, in eval mode, on the CPU, its heads in the checkpoint's
-            order.
-        channel_masks: Kept channels, bool [L, H_kv, D]; widths ascend within a layer.
-        sink_size: First tokens that keep every channel.
-        recent_size: Last tokens that keep every channel.
-        flush_size: Tokens that leave the recent window at once.
-        name: The model's name, for the description.
-        head_permutation: [layer][new] = old over KV heads, None where heads are in the model's own order.
-        key_mean: What comes off every key before it is cached, float32 [L, H_kv, D]; None for nothing.
-        value_widths: Kept channels of V [L][H_kv], the first ones; None where V is not pruned.
-    """
-
-    model: Any
-    channel_masks: Tensor
+    model: (
+        Any  # a stock causal LM of one of `DTYPES`, in eval mode, on the CPU, in the checkpoint's head order
+    )
+    channel_masks: Tensor  # kept channels, bool [L, H_kv, D]; widths ascend within a layer
     sink_size: int
     recent_size: int
     flush_size: int
-    name: str = "model"
+    name: str = "model"  # for the description
+    # [layer][new] = old over KV heads, None where heads are in the model's own order.
     head_permutation: list[list[int]] | None = None
-    key_mean: Tensor | None = None
-    value_widths: Sequence[Sequence[int]] | None = None
+    key_mean: Tensor | None = None  # what comes off every key before it is cached, float32 [L, H_kv, D]
+    value_widths: Sequence[Sequence[int]] | None = None  # kept channels of V [L][H_kv], the first ones
 
     @property
     def dtype(self) -> str:
@@ -90,11 +75,7 @@ class PrunedModel:
 
 
 def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
-    """Load a converted checkpoint as its stock class.
-
-    Args:
-        checkpoint: Its folder.
-        dtype: A key of `DTYPES`, of weights and cache.
+    """Load a converted checkpoint as its stock class, in a dtype of `DTYPES`.
 
     Raises:
         LeanKError: If it is no LeanK checkpoint, is damaged, or its rope cannot be written as a graph.
@@ -135,13 +116,7 @@ def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:
-    """Load a model or a converted checkpoint as its stock class, in eval mode.
-
-    Args:
-        folder: Where its weights lie.
-        config: Its config.json, with whatever is to differ.
-        architecture: The stock class's family.
-        dtype: A key of `DTYPES`.
+    """Load a model or a converted checkpoint as its stock class, by its config.json or a changed one.
 
     Raises:
         LeanKError: If its weights are quantized.

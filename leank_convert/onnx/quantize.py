@@ -53,9 +53,6 @@ SCHEMES = {"int8": Scheme(8, 128), "int4": Scheme(4, 32)}
 def check_quantizer(weights: str | None) -> None:
     """Check that weights can be quantized here.
 
-    Args:
-        weights: A key of `SCHEMES`, or None.
-
     Raises:
         LeanKError: If there is no such scheme, or this onnxruntime lacks the quantizer.
     """
@@ -76,10 +73,6 @@ def check_quantizer(weights: str | None) -> None:
 
 def quantize_weights(path: Path, weights: str) -> None:
     """Quantize the weights of a graph and write it anew, with one file of weights.
-
-    Args:
-        path: The graph; it is replaced.
-        weights: A key of `SCHEMES`.
 
     Raises:
         LeanKError: If this onnxruntime lacks the quantizer.
@@ -106,12 +99,7 @@ def quantize_weights(path: Path, weights: str) -> None:
 
 
 def round_weights(model: Any, weights: str) -> None:
-    """Give a model in memory the values that its weights have once they are quantized.
-
-    Args:
-        model: A stock causal LM; its linear layers' weights are changed, and no longer the embedding's.
-        weights: A key of `SCHEMES`.
-    """
+    """Give a model's linear layers the values that they have once quantized, no longer the embedding's."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from leank_convert.export.model_card import escaped
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.onnx.libraries import first_onnxruntime
+from leank_convert.onnx.libraries import FIRST_ONNXRUNTIME, OPSET
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 
@@ -65,17 +65,8 @@ tokens and a random cache logits are {difference:.1%} of their norm away from th
 """
 
 
-def build_readme(
-    pruned: PrunedModel, *, opset: int, weights: str | None = None, difference: float | None = None
-) -> str:
-    """Build the README.md of a folder.
-
-    Args:
-        pruned: The model.
-        opset: The graph's version of the ONNX operators.
-        weights: A key of `quantize.SCHEMES`, or None for the model's own type.
-        difference: Of quantized weights, what `check.check_graph` returned.
-    """
+def build_readme(pruned: PrunedModel, *, weights: str | None = None, difference: float | None = None) -> str:
+    """Build the README.md of a folder; `difference` of quantized weights is what `check_graph` returned."""
     quantized = ""
     if weights is not None and difference is not None:
         quantized = _QUANTIZED.format(
@@ -92,8 +83,8 @@ def build_readme(
     ring = pruned.recent_size + pruned.flush_size
     return _README.format(
         name=escaped(pruned.name),
-        opset=opset,
-        onnxruntime=first_onnxruntime(opset),
+        opset=OPSET,
+        onnxruntime=FIRST_ONNXRUNTIME,
         dtype=pruned.dtype,
         quantized=quantized,
         ratio=removed,

@@ -39,10 +39,6 @@ from leank_convert.verify.source import compare_with_source
 def verify_weights(path: str | Path, source: str | Path | None) -> Report:
     """Check a checkpoint's digests, headers, shapes and masks, and compare it with its source.
 
-    Args:
-        path: The checkpoint's folder.
-        source: The model it was made from, a folder or a hub id; None to leave it at the former.
-
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, or `source` is no complete model.
     """

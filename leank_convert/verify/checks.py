@@ -16,32 +16,20 @@ _LONG_NAME = 100
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What it is.
-        ok: Whether it holds.
-        detail: What was found.
-    """
+    """One thing that was looked at."""
 
     name: str
-    ok: bool
-    detail: str
+    ok: bool  # whether it holds
+    detail: str  # what was found
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was checked.
-
-    Attributes:
-        path: The folder of the checkpoint or the ONNX graph.
-        source: What it was compared with, or None.
-        checks: In the order they were made. One that needs a failed one before it is left out.
-    """
+    """Everything that was checked of a checkpoint or an ONNX folder."""
 
     path: str
-    source: str | None
-    checks: tuple[Check, ...]
+    source: str | None  # what it was compared with
+    checks: tuple[Check, ...]  # in their order; one that needs a failed one before it is left out
 
     @property
     def ok(self) -> bool:
@@ -55,11 +43,7 @@ class Report:
 
 @dataclass
 class Checks:
-    """Collects checks as they are made.
-
-    Attributes:
-        made: Those so far.
-    """
+    """Collects checks as they are made."""
 
     made: list[Check] = field(default_factory=list)
 

@@ -52,15 +52,7 @@ _NOTED_KEYS = {"transformers_version", "_name_or_path"}
 def compare_with_source(
     checks: Checks, checkpoint: Checkpoint, original: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]
 ) -> None:
-    """Compare everything that a checkpoint takes over from its source.
-
-    Args:
-        checks: Takes the checks that are made.
-        checkpoint: A checkpoint that agrees with itself.
-        original: The model it was made from.
-        facts: The checkpoint's.
-        leank: The `leank` block of its config.json.
-    """
+    """Compare everything that a checkpoint, which agrees with itself, takes over from its source."""
     holds = checks.holds
     edits = checks.value("source: tensors", lambda: _compare_headers(checkpoint, original, facts, leank))
     if edits is not None:

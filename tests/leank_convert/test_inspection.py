@@ -11,6 +11,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.onnx.leank_onnx_cache import digest_of
 from tests.checks import provenance_of
 from tests.tiny_families import OPTIONS
 
@@ -158,7 +159,8 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     assert "opset 23, cache float16, weights float16" in text and "(the graph's head order)" in text
     assert "model.onnx: 5 bytes" in text
     scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
-    edit_json(onnx_folder / "leank_onnx.json", weights="int4", quantization=scheme)
+    content = {**read_json(onnx_folder / "leank_onnx.json"), "weights": "int4", "quantization": scheme}
+    edit_json(onnx_folder / "leank_onnx.json", **{**content, "sha256": digest_of(content)})
     told = "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)"
     assert told in in_one_line(inspect_artifact(onnx_folder))
     (onnx_folder / "model.onnx").unlink()
@@ -167,11 +169,13 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
         inspect_artifact(onnx_folder, Load(1 << 30, 8192))
 
 
-def test_a_damaged_onnx_description_points_to_verify(onnx_folder, edit_json):
-    edit_json(onnx_folder / "leank_onnx.json", widths=[[7, 0], [4, 4]])
-    with pytest.raises(LeanKError, match=r"leank_onnx.json`: `widths.0.0` is 7; the mask gives 0") as caught:
+def test_a_damaged_onnx_folder_is_refused(onnx_folder, edit_json):
+    save_mask(ChannelMask(torch.ones(2, 2, 16, dtype=torch.bool)), onnx_folder / "channel_mask.safetensors")
+    with pytest.raises(LeanKError, match=r"channel_mask.safetensors` differs from what was exported"):
         inspect_artifact(onnx_folder)
-    assert "verify" in str(caught.value.hint)
+    edit_json(onnx_folder / "leank_onnx.json", widths=[[7, 0], [4, 4]])
+    with pytest.raises(LeanKError, match=r"leank_onnx.json` was changed: its `sha256` is not that of its"):
+        inspect_artifact(onnx_folder)
 
 
 def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_model):

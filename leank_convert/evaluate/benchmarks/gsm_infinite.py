@@ -33,11 +33,6 @@ def draw_gsm_infinite(tokenizer: PreTrainedTokenizerBase, folder: Path, num_samp
 
     Their `length` is the published one: of the filler around a problem, 0 for none.
 
-    Args:
-        tokenizer: The model's own.
-        folder: Where the files lie, at any depth.
-        num_samples: How many of each.
-
     Raises:
         LeanKError: If there is no such folder or no row in it, a row lacks a field, or the package `datasets`
             is missing.

@@ -28,13 +28,9 @@ _MAX_CHARACTERS = 64
 def draw_longbench(
     tokenizer: PreTrainedTokenizerBase, folder: Path, num_samples: int, length: int
 ) -> list[Prompt]:
-    """Read prompts, of each task that has a file its first ones.
+    """Read prompts, of each task that has a file in the folder, at any depth, its first ones.
 
-    Args:
-        tokenizer: The model's own.
-        folder: Where the files lie, at any depth.
-        num_samples: How many of each task.
-        length: Tokens of a prompt and its answer; a longer prompt loses its middle.
+    One that is longer, with its answer, than `length` tokens loses its middle.
 
     Raises:
         LeanKError: If there is no such folder or no task's file in it, a record lacks a field, the length

@@ -43,15 +43,8 @@ def draw_prompts(
 
     With room for their answers they have at most the length asked for, and come close to it.
 
-    Args:
-        tokenizer: The model's own; without a chat template, prompts are plain text, for a base model to go on
-            with.
-        tasks: Names of `RULER_TASKS`, or `ruler` for all that have something to ask.
-        lengths: Tokens of prompt and answer.
-        num_samples: Prompts of each task at each length.
-        seed: Of everything drawn.
-        haystack: Running text for the tasks that hide their facts in it, see `HaystackSection.source`.
-        questions: For `qa`, see `read_questions`.
+    Without a chat template they are plain text, for a base model to go on with. `ruler` is all tasks that
+    have something to ask; `haystack` is a `HaystackSection.source`, and `read_questions` reads `questions`.
 
     Raises:
         LeanKError: If a task is unknown, a file cannot be used, or is given and no task reads it; if a length

@@ -31,12 +31,9 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question]:
-    """Read questions in the order of the file.
+    """Read questions in the order of a .json or .jsonl file of records, or SQuAD's .json.
 
-    Args:
-        path: A .json or .jsonl file of records with `question`, `answers` and `documents`, or SQuAD's .json.
-        control_tokens: What a tokenizer takes for control tokens wherever it stands: no question on documents
-            with one of them is used.
+    None on documents with a tokenizer's control tokens is used, which it takes for those wherever they stand.
 
     Raises:
         LeanKError: If the file is missing, is of another form, or holds no question with an answer;

@@ -1,7 +1,5 @@
 import errno
-import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,9 +50,7 @@ def run(tmp_path, tensors):
     save_file(tensors, tmp_path / "in.safetensors")
     source = read_header(tmp_path / "in.safetensors")
     out = tmp_path / "out.safetensors"
-    with ThreadPoolExecutor(max_workers=1) as hasher:
-        digest = write_shard(source, out, edits=EDITS, metadata={"format": "pt"}, hasher=hasher)
-        assert digest() == hashlib.sha256(out.read_bytes()).hexdigest()
+    write_shard(source, out, edits=EDITS, metadata={"format": "pt"})
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     return load_file(tmp_path / "out.safetensors")
@@ -100,6 +96,5 @@ def test_a_source_that_shrinks_under_the_export_is_an_error(in_kernel, tmp_path,
     source = read_header(tmp_path / "in.safetensors")
     os.truncate(source.path, source.data_start + 10)
     out = tmp_path / "out.safetensors"
-    ended = pytest.raises(LeanKError, match="became shorter while it was read")
-    with ThreadPoolExecutor(max_workers=1) as hasher, ended:
-        write_shard(source, out, edits=EDITS, metadata={}, hasher=hasher)
+    with pytest.raises(LeanKError, match="became shorter while it was read"):
+        write_shard(source, out, edits=EDITS, metadata={})

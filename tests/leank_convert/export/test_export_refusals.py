@@ -83,7 +83,7 @@ def test_options_masks_and_checkpoints_that_do_not_fit_are_refused(
         ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
     ):
         refused(source, mask, out, message, **options)
-    refused(source, wrong, out, "has shape [3, 4, 16]; model", mask_origin="m.pth")
+    refused(source, wrong, out, "mask `mask` has shape [3, 4, 16]; model")
     export_checkpoint(source, mask, out)
     assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
 

@@ -137,19 +137,17 @@ def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
 
 
 def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(
-    source_model, fitting_mask, tmp_path, caplog
+    source_model, fitting_mask, tmp_path
 ):
     out, source = tmp_path / "out", source_model()
     export_checkpoint(source, fitting_mask(source), out)
     (out / "notes.txt").write_text("mine")
     (out / "README.md").write_text("mine")
     single = source_model("qwen2", shards=False)
+    with pytest.raises(LeanKError, match=r"README.md` is not what the export wrote"):
+        export_checkpoint(single, fitting_mask(single), out, overwrite=True)
+    (out / "README.md").rename(out / "mine.md")
     export_checkpoint(single, fitting_mask(single), out, overwrite=True)
-    assert (out / "notes.txt").read_text() == "mine"
-    cards = {path.name for path in out.glob("*.md") if path.read_text() == "mine"}
-    assert len(cards) == 1 and "README.md" not in cards
-    assert f"it is kept as `{cards.pop()}`" in caplog.text
-    export_checkpoint(single, fitting_mask(single), out, overwrite=True)
-    assert len(list(out.glob("*.md"))) == 2  # a card as it was written is not kept
+    assert (out / "notes.txt").read_text() == (out / "mine.md").read_text() == "mine"
     assert [path.name for path in out.glob("model*.safetensors")] == ["model.safetensors"]
     assert verify_checkpoint(out, single).ok

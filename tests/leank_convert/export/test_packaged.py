@@ -137,7 +137,7 @@ def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_b
     change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
     stderr = refused(run("export", tiny, "-o", other, "--pruning-ratio", 0.5), other)
     assert "no mask for" in stderr and "none packaged for it" in stderr
-    assert "if it is the very model of a packaged mask of its shape, `--mask tiny`\n" in stderr
+    assert "or a name of those that `leank-convert masks` lists\n" in stderr
     snapshot = tmp_path / "models--owner--Tiny" / "snapshots" / ("0123abcd" * 5)
     shutil.copytree(tiny, snapshot)
     assert flush_size(export_checkpoint(snapshot, None, cached, pruning_ratio=0.8)) == 80

@@ -14,6 +14,7 @@ import pytest
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
+from leank_convert.onnx.leank_onnx_cache import digest_of
 
 TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
 BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
@@ -40,7 +41,7 @@ def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = B
 
 def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(copied, snapshot):
     before = snapshot(copied)
-    done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1", "--check"])
+    done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1"])
     assert (done.returncode, done.stderr) == (0, "")
     assert snapshot(copied) == before
     model = LeanKOnnx(copied, threads=1)
@@ -173,6 +174,7 @@ def test_what_the_terminals_encoding_lacks_is_shown_as_a_question_mark(copied):
 def test_more_tokens_than_the_model_has_positions_are_noted_and_answered(copied, capsys):
     description = json.loads((copied / "leank_onnx.json").read_text())
     description["model"]["max_position_embeddings"] = 5
+    description["sha256"] = digest_of(description)
     (copied / "leank_onnx.json").write_text(json.dumps(description))
     for num_tokens, noted in ((4, 1), (3, 0)):
         assert leank_onnx.main([str(copied), "w1 w2", "--max-new-tokens", str(num_tokens)]) == 0
