@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,14 +78,11 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         made_for["mask"] = leank["files"][MASK_FILE_NAME]
     order = json.dumps(made_for, separators=(",", ":"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial,
-        ThreadPoolExecutor(max_workers=1) as hasher,
-    ):
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
         new = Path(partial) / "adapter"
         new.mkdir()
         metadata = {**header.metadata, "format": "pt", "leank": order}
-        write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata, hasher=hasher)()
+        write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata)
         sync_path(new / ADAPTER_WEIGHTS_NAME)
         settings["base_model_name_or_path"] = str(checkpoint)
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
