@@ -25,21 +25,8 @@ class LeanKCache(Cache):
     """A cache that keeps, of every token between sink and recent, only the channels a head needs.
 
     `model.generate` and the model's forward build one by themselves; build one with `model.build_cache()` to
-    choose `prune`, to keep it over several calls, or to set channel masks.
-
-    Args:
-        config: The model's config, with its `leank` block.
-        prune: `eager` prunes after every forward pass of several tokens, one layer at a time, so the full
-            cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
-            decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
-        use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
-        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four, `auto` as they come. Default:
-            the config's.
-        constants: The model's, layer by layer: the mean of its keys, its scales for FP8. What a rounded cache
-            lacks of them, every row's prompt gives.
-
-    Raises:
-        ValueError: If something is not known, or `constants` lack a mean of keys that the config speaks of.
+    choose `prune`, to keep it over several calls, or to set channel masks. A config without a valid `leank`
+    block raises a ValueError, and so do `constants` that lack a mean of keys the config speaks of.
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
@@ -151,10 +138,7 @@ class LeanKCache(Cache):
         """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.
 
         At once where the prompt is split, else when it is. Without it memory grows by a sixteenth at a time.
-
-        Raises:
-            ValueError: If it is no number of columns that any context has.
-            torch.OutOfMemoryError: If memory does not suffice; what was reserved before stays.
+        Where memory does not suffice, what was reserved before stays.
         """
         check_size("num_columns", num_columns)
         rows = self.rows
@@ -177,12 +161,7 @@ class LeanKCache(Cache):
         return None
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
-        """Make what a decode step writes writable, and room for it.
-
-        Args:
-            num_columns: Columns of the step.
-            attention_mask: Real columns `[B, columns]`, these among them; None if all are.
-        """
+        """Make writable what a decode step writes, and make room for it; pruned layers need no mask."""
         self.rows.counters()
         self.rows.make_room(num_columns)
         for layer in self.pruned_layers:
@@ -212,14 +191,10 @@ class LeanKCache(Cache):
         return sum((layer.memory() for layer in self.pruned_layers), CacheMemory())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop tokens at the end, as far as they still have all channels.
+        """Drop tokens at the end, as far as they still have all channels, else raise a ValueError.
 
-        Args:
-            tokens_to_remove: Minus the number of columns to drop. A positive number is a length to crop to,
-                as transformers before 5.17 asks for it.
-
-        Raises:
-            ValueError: If more is dropped than there is, or a token that has been pruned already.
+        `tokens_to_remove` is minus the number of columns. A positive number is a length to crop to, as
+        transformers before 5.17 asks for it.
         """
         # Some releases of transformers count in a 0-dim tensor.
         tokens_to_remove = int(tokens_to_remove)
@@ -239,12 +214,7 @@ class LeanKCache(Cache):
             layer.crop(-count)
 
     def _check_croppable(self) -> None:
-        """Check that layers that are not pruned can drop columns.
-
-        Raises:
-            ValueError: If a window that they attend within has left tokens behind which would be in it again,
-                or they hold a state of all tokens.
-        """
+        """Raise a ValueError if layers that are not pruned cannot drop columns."""
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""

@@ -68,11 +68,7 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     """Check the `leank` block of a config and return what the runtime needs of it.
 
-    Args:
-        config: A `LeanK…Config`.
-
-    Raises:
-        ValueError: If the block is absent, of another format version, or does not fit the model.
+    Raises a ValueError if the block is absent, of another format version, or does not fit the model.
     """
     block = getattr(config, "leank", None)
     if block is None:
@@ -249,11 +245,7 @@ class LeanKConfigMixin:
 
 
 def __getattr__(name: str) -> type[PreTrainedConfig]:
-    """Make `LeanK<X>Config` of transformers' `<X>Config` when it is first asked for.
-
-    Raises:
-        AttributeError: If the name is no such name, or this release of transformers lacks the family.
-    """
+    """Make `LeanK<X>Config` of transformers' `<X>Config` when it is first asked for."""
     if not (name.startswith("LeanK") and name.endswith("Config")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return config_class_of(stock_class(name))
@@ -281,11 +273,7 @@ def config_class_of(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def stock_class(name: str) -> Any:
-    """Return transformers' class that `LeanK<X>` is made of, `<X>`.
-
-    Raises:
-        AttributeError: If this release of transformers has none.
-    """
+    """Return transformers' class that `LeanK<X>` is made of, `<X>`, or raise an AttributeError."""
     stock = name.removeprefix("LeanK")
     try:
         return getattr(transformers, stock)

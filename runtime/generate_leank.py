@@ -34,18 +34,9 @@ class GenerateMixin:
     ) -> Any:
         """Generate as the stock class does, from a LeanK cache.
 
-        Args:
-            inputs: Prompt, as in the stock class.
-            generation_config: As in the stock class; fields `prune` and `kv_dtype` in it count as the
-                arguments.
-            *args: As in the stock class.
-            prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
-                the generation config's, else the config's `leank.prune`.
-            kv_dtype: `auto`, `fp8` or `int4`, see `build_cache`. Default: as for `prune`.
-            **kwargs: As in the stock class. `cache` may be that of an earlier call.
-
-        Raises:
-            ValueError: If another kind of cache or a draft by early exit is asked for.
+        `prune` and `kv_dtype` (`auto`, `fp8`, `int4`) are as for `build_cache`. By default a `cache` that is
+        given and holds tokens keeps its own; else they are the generation config's fields of these names,
+        else the config's. Raises a ValueError if another kind of cache or a draft by early exit is asked for.
         """
         configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
         for option, drafter in (
@@ -102,11 +93,7 @@ class GenerateMixin:
             cache.prefill_length = None
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: continuous batching has a paged cache of its own, which is dense.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: continuous batching has a paged cache of its own, which is dense."""
         raise ValueError(
             "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
             "`generate`, or serve without continuous batching"

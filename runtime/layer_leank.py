@@ -75,16 +75,10 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
         its last token, look at `pending`, set a mask in every layer, then call `generate` with the whole
-        prompt and this cache.
-
-        Args:
-            channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
-                a head keeps may differ between rows, how many may not.
-            prune_values: Whether V that the model prunes stays pruned; of heads that the model keeps no
-                channel of, V is whole.
-
-        Raises:
-            ValueError: If the prompt is split already, or the mask does not fit.
+        prompt and this cache. The mask is `[H_kv, D]`, or `[B, H_kv, D]`: rows may differ in which channels a
+        head keeps, not in how many. With `prune_values` V that the model prunes stays pruned; of heads that
+        the model keeps no channel of, V is whole. A mask that does not fit, or comes too late, raises a
+        ValueError.
         """
         if self.store is not None:
             raise ValueError(
@@ -122,11 +116,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Check the first keys and values against the channel mask.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
+        """Raise a ValueError if the first keys and values do not fit the channel mask."""
         batch_size, num_heads, _, head_dim = key_states.shape
         expected = (len(self.layout.widths), self.layout.head_dim)
         if (num_heads, head_dim) != expected or value_states.shape[-1] != head_dim:
@@ -190,19 +180,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Append new tokens and attend.
-
-        Args:
-            query: `[B, H, d, D]`.
-            key: `[B, H_kv, d, D]`.
-            value: `[B, H_kv, d, D]`.
-            step: Positions and lengths.
-            softmax_scale: Factor on the logits.
-            sinks: Logits of the heads' attention sinks `[H]`; None without any.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Append new tokens `[B, H_kv, d, D]`, and attend with their queries `[B, H, d, D]`; sinks `[H]`."""
         store, append = self.store, step.append
         assert store is not None and append is not None
         if not store.is_writable:
@@ -228,16 +206,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return out
 
     def attend(self, query: torch.Tensor, append: Append, softmax_scale: float) -> torch.Tensor:
-        """Attend to what is stored: the kernel where there is one, else plain torch.
-
-        Args:
-            query: Columns that are stored, at most `MAX_DRAFT` `[B, H, d, D]`.
-            append: What they see, as from the step that appended them.
-            softmax_scale: Factor on the logits.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Attend to what is stored, with at most `MAX_DRAFT` columns `[B, H, d, D]` that are stored, too."""
         assert self.store is not None
         self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, None, self.kernels_for(query))
@@ -251,19 +220,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to what was stored before several columns, and causally to these, which are not yet.
-
-        Args:
-            query: `[B, H, d, D]`.
-            key: `[B, H_kv, d, D]`.
-            value: `[B, H_kv, d, D]`.
-            append: Where they are to go.
-            softmax_scale: Factor on the logits.
-            sinks: As for `decode`.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Attend to what was stored before several columns, and causally to these, which are not yet."""
         assert self.store is not None and append.columns is not None
         with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
             return attend_turn(

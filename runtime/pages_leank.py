@@ -62,13 +62,7 @@ class PageTables:
     """
 
     def __init__(self, runs: Sequence[int], sink_size: int, ring_size: int) -> None:
-        """Lay out runs, row by row.
-
-        Args:
-            runs: Pages of every row, at least one.
-            sink_size: Tokens at the start of a row that stay whole.
-            ring_size: Most tokens behind the sink that are whole at a time, those being appended among them.
-        """
+        """Lay out runs, row by row, of at least one page each; see `RowState` for the sizes."""
         self.page_size = PAGE
         self.num_sink = -(-sink_size // PAGE)
         self.num_ring = _ring_pages(ring_size)
@@ -103,11 +97,7 @@ class PageTables:
         return self._copies[device]
 
     def window_numbers(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Say which page of its row every window page of rows of `lengths` `[B]` tokens holds.
-
-        Returns:
-            `[B, most window pages of a row]`, -1 for one that is not in use.
-        """
+        """Say which page of its row every window page holds, -1 for none `[B, n]`, by rows' lengths `[B]`."""
         slot = torch.arange(max(self.window_runs), device=lengths.device, dtype=lengths.dtype)
         last = (lengths[:, None] - 1).div(self.page_size, rounding_mode="floor")
         rounds = (last - slot).div(self.num_ring, rounding_mode="floor")
@@ -128,8 +118,7 @@ class PageTables:
     def prompt_pages(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """List the pages that prompts of `lengths` tokens fill, in the first pool and in the window.
 
-        Returns:
-            Each `[3, pages]`: row, number of the page in its row, page of the pool.
+        Each `[3, pages]`: row, number of the page in its row, page of the pool.
         """
         count = -(-_host(lengths)[:, None] // self.page_size)
         number = _host(range(max(self.runs)))
@@ -208,16 +197,10 @@ def _starts(runs: Sequence[int]) -> torch.Tensor:
 def page_sources(
     runs: Sequence[int], old_runs: Sequence[int], rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Say which page of an old pool every page of a pool goes on from.
+    """Say which page of an old pool every page of a pool goes on from, -1 for a new one `[sum(runs)]`.
 
-    Args:
-        runs: Pages of every row.
-        old_runs: The same in the old pool.
-        rows: Row of the old pool that every row goes on from `[B]`, on the CPU unless rows of both pools all
-            have equally many pages; None: the same.
-
-    Returns:
-        Pages of the old pool, -1 for a page that is new `[sum(runs)]`, where `rows` lie.
+    `rows` `[B]` is the old row that each row goes on from, None for the same; it lies on the CPU unless rows
+    of both pools all have equally many pages, and the result lies where it does.
     """
     if rows is None:
         rows = _host(range(len(runs)))

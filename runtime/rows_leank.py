@@ -145,18 +145,11 @@ class RowState:
     ) -> Step:
         """Return what a forward pass changes; the first layer's call works it out and advances the rows.
 
-        Args:
-            start: Columns that the calling layer held before this pass.
-            batch_size: Rows.
-            num_columns: New columns.
-            attention_mask: Real columns `[B, start + num_columns]`, or the causal mask made of them
-                `[B, 1, num_columns, start + num_columns]`; None without padding.
-            device: The calling layer's device.
-            split_now: Whether a prompt is split in this pass, whatever `prune` says.
-
-        Raises:
-            ValueError: If the mask covers fewer columns than the cache holds, or the cache has fewer or more
-                rows than the input.
+        `start` is the columns that the calling layer held before, `attention_mask` the real columns
+        `[B, start + num_columns]`, or the causal mask made of them
+        `[B, 1, num_columns, start + num_columns]`, None without padding. With `split_now` a prompt is split
+        whatever `prune` says. Raises a ValueError if the mask covers fewer columns than the cache holds, or
+        the cache has fewer or more rows than the input.
         """
         if start < self.num_columns and self._step is not None and self._step.start == start:
             return self._step.to(device)
@@ -192,9 +185,7 @@ class RowState:
     def make_room(self, count: int, num_columns: int | None = None) -> PageTables:
         """Return tables with pages for `count` more tokens in every row, the present ones if they have them.
 
-        Args:
-            count: Tokens.
-            num_columns: Columns that the cache will hold then, so many more than now if None.
+        `num_columns` are the columns that the cache will hold then, so many more than now if None.
         """
         lengths = [length + count for length in self.bounds]
         if self.tables is None or not self.tables.fits(lengths):
@@ -231,8 +222,7 @@ class RowState:
     def extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
         """Return which of so many columns are real `[B, total]`, as given or known; None without padding.
 
-        Raises:
-            ValueError: If the mask is not one of padding, or of fewer columns.
+        Raises a ValueError if the mask is not one of padding, or of fewer columns.
         """
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool or attention_mask.ndim not in (2, 4):
@@ -379,11 +369,7 @@ class RowState:
         return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
 
     def crop(self, num_columns: int) -> None:
-        """Drop the last `num_columns` columns.
-
-        Raises:
-            ValueError: If a token among them has been pruned: its dropped channels are gone.
-        """
+        """Drop the last columns, or raise a ValueError if a token among them has been pruned."""
         kept = self.num_columns - num_columns
         padding = self.extended_padding(None, self.num_columns)
         if self.is_split:

@@ -70,16 +70,10 @@ def make_view(
     pruned: torch.Tensor,
     sink_size: int,
 ) -> StoredView:
-    """Say what columns see of pages.
+    """Say what columns that see `seen` tokens, `pruned` ones among them `[B, q]`, see of these pages.
 
-    Args:
-        kept: Pages of every row.
-        window: Its window pages.
-        numbers: Which page of its row every window page holds `[B or 1, m]`, -1 for none.
-        page_sizes: Tokens of a page of both pools.
-        seen: Tokens that a column sees `[B, q]`.
-        pruned: Pruned ones among them `[B, q]`.
-        sink_size: Tokens at the front that are never pruned.
+    `numbers` says which page of its row every window page holds `[B or 1, m]`, -1 for none; `page_sizes` are
+    the tokens of a page of both pools.
     """
     num_tokens = kept.most(len(seen)) * page_sizes[0]
     place = torch.arange(page_sizes[1], device=seen.device)

@@ -52,16 +52,7 @@ class ChunkStore:
         constants: Constants,
         kv_dtype: str = "auto",
     ) -> None:
-        """Allocate an empty store.
-
-        Args:
-            layout: How the channels are cut into chunks.
-            index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32, on the device to use.
-            tables: Pages of the rows.
-            dtype: Of keys and values.
-            constants: What they are stored by.
-            kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
-        """
+        """Allocate an empty store by `index`, every lane's channel `[1 or B, C + C_dropped, E]`, int32."""
         self.layout = layout
         self.chunk_index = index
         self.tables = tables
@@ -129,9 +120,7 @@ class ChunkStore:
     def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
         """Lay pages out as other tables have it; in place where the tables stay and only rows change.
 
-        Args:
-            tables: The tables; rows have room in them for all tokens.
-            rows: Which of the rows so far become the rows, as `page_sources` takes it; None: the same.
+        `rows` tells which of the rows so far become the rows, as `page_sources` takes it; None: the same.
         """
         if rows is None and tables is self.tables:
             return
@@ -152,13 +141,7 @@ class ChunkStore:
             tables.on(self.kept_keys.device)
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
-        """Fill the empty store with a prompt.
-
-        Args:
-            keys: Whole prompt `[B, H_kv, S, D]`.
-            values: Whole prompt `[B, H_kv, S, D]`.
-            split: Which columns are tokens, and which pages they fill.
-        """
+        """Fill the empty store with a prompt's keys and values, `[B, H_kv, S, D]` each."""
         # Block by block, so that no second copy of a long prompt's keys exists.
         per_page = keys.shape[1] * keys.shape[3] * self.tables.page_size
         pages_per_block = max(_BLOCK_SIZE // per_page, 1)
@@ -188,13 +171,7 @@ class ChunkStore:
                 pages.copy_(part.view(batch_size, stop - start, size, *part.shape[2:]).transpose(2, 3))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
-        """Add tokens behind each row's last one; there must be room.
-
-        Args:
-            keys: `[B, H_kv, d, D]`, zero at padding.
-            values: `[B, H_kv, d, D]`, zero at padding.
-            append: Where every column goes.
-        """
+        """Add tokens `[B, H_kv, d, D]`, zero at padding, behind each row's last one; there must be room."""
         page, window_page, place = append.places
         columns = None if append.columns is None else append.columns.window_columns
         entering = ... if columns is None else tuple(columns)
@@ -208,12 +185,7 @@ class ChunkStore:
         return read[0].transpose(1, 2), read[1].transpose(1, 2)
 
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
-        """Keep rows, see `RowState.select`; in place if the tables stay.
-
-        Args:
-            rows: Which rows, in which order, repeats allowed.
-            tables: Their tables.
-        """
+        """Keep rows in this order, repeats allowed, see `RowState.select`; in place if the tables stay."""
         if not self.is_writable:
             self.copy_memory()
         self.move_to(tables, rows)

@@ -68,11 +68,9 @@ class StoreTensors(NamedTuple):
         return codec, (pool, beside)
 
     def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `pick` takes of a pool: its numbers, without scales per channel.
+        """Return what `pick` takes of a pool's tensors: its numbers, without scales per channel.
 
-        Args:
-            name: The pool's.
-            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        It takes `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
         """
         codec, parts = self.parts(name)
         return codec.read(*map(pick, parts))
@@ -85,16 +83,9 @@ class StoreTensors(NamedTuple):
     def encode(
         self, name: str, states: torch.Tensor, layout: ChunkLayout, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys or values as a pool takes them, beside the tensors it is made of.
+        """Return a pool's tensors `[pages, m, P, n]`, and what they are to hold of tokens `[N, S, m, n]`.
 
-        Args:
-            name: The pool's.
-            states: `[N, S, H_kv, D]`, of N rows, or of pages of these `rows`.
-            layout: How the channels are cut into chunks.
-            rows: See `states`.
-
-        Returns:
-            Tensors of the pool `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
+        Keys or values `[N, S, H_kv, D]` are of N rows, or of pages of these `rows`.
         """
         codec, parts = self.parts(name)
         constants = self.constants if rows is None else self.constants.take(rows)
@@ -121,15 +112,10 @@ class StoreTensors(NamedTuple):
         window_places: tuple[torch.Tensor, torch.Tensor],
         entering: Any = ...,
     ) -> None:
-        """Write tokens to pages, in place.
+        """Write keys and values of N rows, `[N, S, H_kv, D]` each, to pages, in place.
 
-        Args:
-            keys: `[N, S, H_kv, D]`, of N rows; constants and channels are each row's own, or all rows'.
-            values: `[N, S, H_kv, D]`.
-            layout: How the channels are cut into chunks.
-            places: Page of every token, and place in it, each `[N, S]`.
-            window_places: The same in the window, of tokens that enter it.
-            entering: What selects these among all.
+        `places` are the page of every token, and its place there, each `[N, S]`; `window_places` the same in
+        the window, of the tokens that enter it, which `entering` selects.
         """
         regions = zip(POOLS, (places, window_places), (..., entering), strict=True)
         for names, (page, place), which in regions:
@@ -212,15 +198,9 @@ class StoredRow:
         return keys, values
 
     def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what some heads see of K and V, zeros where channels are pruned.
+        """Return what some heads see of K and V `[tokens, heads, D]`, zeros where channels are pruned.
 
-        Args:
-            heads: The layout's `value_heads`, which see all tokens, or its `window_heads`, which see whole
-                ones.
-            dtype: Of the result.
-
-        Returns:
-            Each `[tokens, heads, D]`.
+        The layout's `value_heads` see all tokens, its `window_heads` whole ones.
         """
         layout, see_all = self.layout, heads is self.layout.value_heads
         select = head_index(heads)

@@ -30,17 +30,9 @@ def fork(
 ) -> LeanKCache:
     """Return another cache that goes on from the same pending input; the first stays as it is.
 
-    One prefill with `prune="deferred"` serves any number of forks, each with windows and channel masks
-    (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
-
-    Args:
-        cache: The cache.
-        sink_size: Tokens at the start of a row that stay whole; None for the cache's, as below.
-        recent_size: Latest tokens that stay whole.
-        flush_size: Tokens pruned at a time while decoding.
-
-    Raises:
-        ValueError: If the prompt is split already, or a size is too small or too large.
+    One prefill with `prune="deferred"` serves any number of forks, each with windows (by default the cache's)
+    and channel masks (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
+    Raises a ValueError if the prompt is split already, or a size is too small or too large.
     """
     if cache.rows.is_split:
         raise ValueError(
@@ -72,18 +64,9 @@ def concatenate(caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCac
     """Make one cache of several, to decode together what was run one prompt at a time.
 
     Layer by layer, so that no more than one layer is held twice. A cache of fewer columns than others counts
-    as padded on the left: pass `position_ids`, and if an attention mask then one that has this padding.
-
-    Args:
-        caches: Caches of one model, whose prompts are all split, or all pending (`deferred`); they are empty
-            afterwards.
-        num_reserved: Columns to allocate for, see `LeanKCache.reserve`; 0 for what is there.
-
-    Returns:
-        A cache with the rows of all, in order.
-
-    Raises:
-        ValueError: If they do not go together, or `num_reserved` is no number of columns.
+    as padded on the left: pass `position_ids`, and if an attention mask then one that has this padding. All
+    prompts are split, or all pending (`deferred`), and the caches are empty afterwards. Caches that do not go
+    together raise a ValueError.
     """
     check_size("num_reserved", num_reserved)
     caches = list(caches)
@@ -107,11 +90,7 @@ def concatenate(caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCac
 
 
 def _check_joinable(caches: Sequence[LeanKCache]) -> None:
-    """Check that caches can become one.
-
-    Raises:
-        ValueError: If they cannot; none of them has changed.
-    """
+    """Raise a ValueError if caches cannot become one; none of them has changed."""
     if not caches:
         raise ValueError("there is no cache to concatenate")
     if len({id(cache) for cache in caches}) < len(caches):
@@ -205,14 +184,7 @@ def _join_layers(layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
 def _join_stores(
     stores: Sequence[ChunkStore], index: torch.Tensor, rows: RowState, sizes: Sequence[int]
 ) -> ChunkStore:
-    """Return a store with the rows of several of one layout, window size, dtype and device, in order.
-
-    Args:
-        stores: The stores.
-        index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
-        rows: Those of the result.
-        sizes: Rows of each store.
-    """
+    """Return a store with the rows of several, in order, whose lanes hold the channels of `index`."""
     first, tables = stores[0], rows.tables
     assert tables is not None
     held = zip(*(store.constants for store in stores), strict=True)
@@ -276,16 +248,9 @@ def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.T
 def fill_layer(cache: LeanKCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Put a whole prompt into one layer without a model, and split it at once, whatever `prune` says.
 
-    Layers filled one after the other before anything is decoded take prompts of one shape.
-
-    Args:
-        cache: The cache.
-        layer_idx: An empty layer.
-        keys: Keys after rotary embedding, without padding `[B, H_kv, S, D]`.
-        values: `[B, H_kv, S, D]`.
-
-    Raises:
-        ValueError: If the layer holds tokens, or keys and values do not fit it.
+    Keys, after rotary embedding, and values are `[B, H_kv, S, D]`, without padding. Layers filled one after
+    the other before anything is decoded take prompts of one shape. A layer that holds tokens, or that they do
+    not fit, raises a ValueError.
     """
     layer: LeanKLayer = cache.layers[layer_idx]
     rows, (batch_size, _, num_columns, _) = cache.rows, keys.shape
@@ -311,21 +276,10 @@ def decode_layer(
     value: torch.Tensor,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """Append one token to one pruned layer without a model, and attend with it, attention sinks left out.
+    """Append one token to a filled layer without a model, and attend with it, attention sinks left out.
 
-    Args:
-        cache: The cache.
-        layer_idx: A layer that is split, see `fill_layer`.
-        query: `[B, H, 1, D]`.
-        key: `[B, H_kv, 1, D]`.
-        value: `[B, H_kv, 1, D]`.
-        softmax_scale: Factor on the logits; 1/√D if None.
-
-    Returns:
-        `[B, H, 1, D]`.
-
-    Raises:
-        ValueError: If the layer is not split, or there is more than one token.
+    The query is `[B, H, 1, D]`, key and value are `[B, H_kv, 1, D]`, and logits are scaled by 1/√D if None. A
+    layer that is not split, or more than one token, raises a ValueError.
     """
     layer: LeanKLayer = cache.layers[layer_idx]
     if layer.store is None or query.shape[2] != 1:
