@@ -8,6 +8,7 @@ checkpoints loaded in one process, two copies of these files over one registry, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,23 +25,14 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "leank"
 
 
+@dataclass(slots=True, eq=False)
 class AttentionHandle:
-    """Stands for the keys and values of one layer in one forward pass.
+    """Stands for the keys and values of one layer in one forward pass."""
 
-    Attributes:
-        layer: The layer of the cache.
-        start: Columns it held before this pass.
-        key: New keys, after rotary embedding `[B, H_kv, Q, D]`.
-        value: New values `[B, H_kv, Q, D]`.
-    """
-
-    __slots__ = ("key", "layer", "start", "value")
-
-    def __init__(self, layer: LeanKLayer, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.layer = layer
-        self.start = start
-        self.key = key
-        self.value = value
+    layer: LeanKLayer
+    start: int  # columns that the layer held before this pass
+    key: torch.Tensor  # new keys, after rotary embedding `[B, H_kv, Q, D]`
+    value: torch.Tensor  # new values `[B, H_kv, Q, D]`
 
     # torch.compile runs this as it is: what it does depends on counters that change with every token.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

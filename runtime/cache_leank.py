@@ -82,11 +82,8 @@ class LeanKCache(Cache):
 
     @prune.setter
     def prune(self, value: str) -> None:
-        if check_prune(value, "`prune`") != self.rows.prune and self.get_seq_length():
-            raise ValueError(
-                f"the cache prunes `{self.rows.prune}` and holds tokens already, it cannot change to "
-                f"`{value}`; choose before the first token, or start from a new cache"
-            )
+        if check_prune(value, "`prune`") != self.prune and self.get_seq_length():
+            raise _too_late(f"prunes `{self.prune}`", value)
         self.rows.prune = value
 
     @property
@@ -97,21 +94,9 @@ class LeanKCache(Cache):
     @kv_dtype.setter
     def kv_dtype(self, value: str) -> None:
         if check_kv_dtype(value, "`kv_dtype`") != self.kv_dtype and self.rows.is_split:
-            raise ValueError(
-                f"the cache stores `{self.kv_dtype}` and holds tokens already, it cannot change to "
-                f"`{value}`; choose before the first token, or start from a new cache"
-            )
+            raise _too_late(f"stores `{self.kv_dtype}`", value)
         for layer in self.pruned_layers:
             layer.kv_dtype = value
-
-    @property
-    def use_graphs(self) -> bool:
-        """Whether decode steps may be captured and replayed; may be set at any time."""
-        return self.graph.enabled
-
-    @use_graphs.setter
-    def use_graphs(self, value: bool) -> None:
-        self.graph.enabled = value
 
     @property
     def prefill_length(self) -> int | None:
@@ -145,7 +130,8 @@ class LeanKCache(Cache):
         before = rows.num_reserved, rows.tables
         rows.num_reserved = num_columns
         try:
-            rows.reserve()
+            if rows.tables is not None:
+                rows.make_room(max(num_columns - rows.num_columns, 0))
             for layer in self.pruned_layers:
                 layer.make_room()
         except BaseException:
@@ -171,10 +157,7 @@ class LeanKCache(Cache):
         """Put back where it lay what a step has replaced; pruned layers replace nothing."""
 
     def advance(self, num_columns: int) -> None:
-        """Count columns that a replayed decode step has added; its tensors were advanced on the device.
-
-        A negative number takes back what was counted of columns that were none.
-        """
+        """Count columns that a replayed decode step has added; if negative, take back such as were none."""
         self.rows.advance(num_columns)
         for layer in self.pruned_layers:
             layer.num_columns += num_columns
@@ -224,28 +207,27 @@ class LeanKCache(Cache):
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        batch_size = self._batch_size()
-        if batch_size is not None:
-            self._select(torch.arange(batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the given rows."""
-        batch_size = self._batch_size()
-        if batch_size is not None:
-            self._select(torch.arange(batch_size)[indices.cpu()])
-
-    def _select(self, rows: torch.Tensor) -> None:
-        rows = self.rows.select(rows)
+        """Keep the given rows, in that order, repeats allowed."""
+        rows = self.rows.select(beam_idx)
         for layer in self.pruned_layers:
             layer.select(rows)
 
-    def _batch_size(self) -> int | None:
-        return self.pruned_layers[0].batch_size
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        if (batch_size := self.pruned_layers[0].batch_size) is not None:
+            self.reorder_cache(torch.arange(batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the given rows."""
+        if (batch_size := self.pruned_layers[0].batch_size) is not None:
+            self.reorder_cache(torch.arange(batch_size)[indices.cpu()])
+
+
+def _too_late(state: str, value: str) -> ValueError:
+    return ValueError(
+        f"the cache {state} and holds tokens already, it cannot change to `{value}`; choose before the first "
+        "token, or start from a new cache"
+    )
 
 
 def cache_class(config: PreTrainedConfig) -> type[LeanKCache]:

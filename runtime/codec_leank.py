@@ -64,7 +64,6 @@ class Int4(Codec):
     lane of its chunk does: a zero would count in its group.
 
     Attributes:
-        dtype: Of keys and values.
         index: Group of every run of neighbours, of which a row of the pool has R `[rows, R]`, int64.
         count_groups: Groups of all rows, G.
         size: Numbers of a row, n.

@@ -18,10 +18,8 @@ from .fp8_leank import scale_of
 class Constants(NamedTuple):
     """What a layer's keys and values are stored by, each `[1 or B, H_kv, D]`, fp32, or None.
 
-    Attributes:
-        key_mean: What comes off every key, after rotary embedding.
-        key_scale: What stored keys are multiplied by, in FP8; one for both channels of a pair.
-        value_scale: What stored values are multiplied by, in FP8.
+    `key_mean` comes off every key, after rotary embedding. In FP8 stored keys are multiplied by `key_scale`,
+    one for both channels of a pair, and stored values by `value_scale`.
     """
 
     key_mean: torch.Tensor | None = None

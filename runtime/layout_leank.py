@@ -26,22 +26,14 @@ Heads = slice | list[int]
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How the channels of one layer's KV heads are cut into chunks. Pure integers.
+    """How the channels of one layer's KV heads are cut into chunks. Pure integers."""
 
-    Attributes:
-        widths: Kept channels per KV head.
-        head_dim: Channels of a key before pruning, D.
-        chunk_size: Channels of a chunk, E.
-        value_widths: Kept channels of V per KV head, multiples of F, none where a head keeps no channel of K;
-            None: all that can be.
-        value_chunk_size: Channels of a chunk of V, F, which divide D; None: D.
-    """
-
-    widths: tuple[int, ...]
-    head_dim: int
-    chunk_size: int
+    widths: tuple[int, ...]  # kept channels per KV head
+    head_dim: int  # channels of a key before pruning, D
+    chunk_size: int  # channels of a chunk, E
+    # Kept channels of V per KV head, multiples of F, 0 where a head keeps none of K; None: all that can be.
     value_widths: tuple[int, ...] | None = None
-    value_chunk_size: int | None = None
+    value_chunk_size: int | None = None  # channels of a chunk of V, F, which divide D; None: D
 
     @cached_property
     def kept_chunks(self) -> tuple[int, ...]:

@@ -18,14 +18,7 @@ from .configuration_leank import LeanKSettings
 
 MASK_FILE = "channel_mask.safetensors"
 _KEY_MEAN = "key_mean"
-_HUB_OPTIONS = (
-    "cache_dir",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+_HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 _HINT = "copy or export the checkpoint again"
 
 

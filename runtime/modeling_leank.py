@@ -8,22 +8,15 @@ here: `LeanK<X>` is made of transformers' `<X>` when it is asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .adapter_leank import fits_heads
@@ -161,8 +154,7 @@ class LeanKMixin:
         in four bits; `auto` as they come. None is the config's. Scales or a mean of keys that are wrong or
         missing raise a ValueError.
         """
-        made = cache_class(self.config)
-        return made(self.config, prune, use_graphs, kv_dtype, self._constants())
+        return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, self._constants())
 
     def _constants(self) -> list[Constants]:
         """Return what the checkpoint says of each channel, layer by layer."""
@@ -187,15 +179,12 @@ class LeanKMixin:
         layers = self.base_model.layers  # type: ignore[attr-defined]
         return [layers[number].self_attn for number in read_settings(self.config).layers]
 
-    def _channel_masks(self) -> Sequence[torch.Tensor]:
-        return read_settings(self.config).channel_masks.unbind()
-
     def _forward(
         self,
         given: Cache | None,
         use_cache: bool | None,
         attention_mask: torch.Tensor | None,
-        output_attentions: bool | None,
+        output_attentions: bool | None = None,
         past_key_values: Cache | None = None,
         **inputs: Any,
     ) -> Any:
@@ -291,7 +280,8 @@ class LeanKMixin:
         if hasattr(given, "prefill_length"):
             cache: LeanKCache = given  # type: ignore[assignment]
             # Only once: in every step it would cost more than the step's other work on the host.
-            if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
+            masks = () if cache.get_seq_length() else read_settings(self.config).channel_masks.unbind()
+            if masks and not cache.is_made_of(masks):
                 raise ValueError(
                     "the cache was built for a model that keeps other channels; build one with this "
                     "model's `model.build_cache()`"
@@ -319,19 +309,10 @@ class LeanKModelMixin(LeanKMixin):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        output: BaseModelOutputWithPast = self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            kwargs.pop("output_attentions", None),
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        return output
+    ) -> Any:
+        """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
+        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        return self._forward(cache, use_cache, attention_mask, **kwargs)
 
 
 class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
@@ -348,21 +329,11 @@ class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        output: CausalLMOutputWithPast = self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            kwargs.pop("output_attentions", None),
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
-        )
-        return output
+    ) -> Any:
+        """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
+        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        kwargs |= {"labels": labels, "logits_to_keep": logits_to_keep}
+        return self._forward(cache, use_cache, attention_mask, **kwargs)
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:

@@ -125,8 +125,8 @@ def _by_row(parts: torch.Tensor, listed: PageList, batch_size: int) -> torch.Ten
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
     """Add up each head's chunks: `[B, chunks, …]` to `[B, heads, …]`.
 
-    Heads without kept chunks are left out of the result for kept chunks; heads without dropped chunks
-    stay in the result for dropped ones, as zeros.
+    Heads without kept chunks are left out for kept ones; those without dropped chunks are zeros for dropped
+    ones.
     """
     parts, start = [], 0
     for per_head, heads in itertools.groupby(layout.kept_chunks if kept else layout.dropped_chunks):
