@@ -17,13 +17,8 @@ _WEIGHTS = "adapter_model.safetensors"
 def fits_heads(adapter: object, leank: Mapping[str, Any]) -> bool:
     """Return whether an adapter changes the heads that it was trained on, in the directions that it was.
 
-    Args:
-        adapter: Its folder, or what else `load_adapter` was given.
-        leank: The `leank` block of the checkpoint's config.
-
-    Returns:
-        True if no head has moved and V is in its own basis, or if `leank-convert adapter` made the adapter
-        for this order and this basis, which the mask's file holds.
+    True if no head has moved and V is in its own basis, or if `leank-convert adapter` made the adapter (its
+    folder, or what else `load_adapter` was given) for the order and the basis of this `leank` block.
     """
     orders = [list(order) for order in leank["head_permutation"]]
     mask = leank["files"][MASK_FILE] if "value_widths" in leank else None

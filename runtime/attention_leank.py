@@ -8,6 +8,7 @@ checkpoints loaded in one process, two copies of these files over one registry, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,23 +25,14 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "leank"
 
 
+@dataclass(slots=True, eq=False)
 class AttentionHandle:
-    """Stands for the keys and values of one layer in one forward pass.
+    """Stands for the keys and values of one layer in one forward pass."""
 
-    Attributes:
-        layer: The layer of the cache.
-        start: Columns it held before this pass.
-        key: New keys, after rotary embedding `[B, H_kv, Q, D]`.
-        value: New values `[B, H_kv, Q, D]`.
-    """
-
-    __slots__ = ("key", "layer", "start", "value")
-
-    def __init__(self, layer: LeanKLayer, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.layer = layer
-        self.start = start
-        self.key = key
-        self.value = value
+    layer: LeanKLayer
+    start: int  # columns that the layer held before this pass
+    key: torch.Tensor  # new keys, after rotary embedding `[B, H_kv, Q, D]`
+    value: torch.Tensor  # new values `[B, H_kv, Q, D]`
 
     # torch.compile runs this as it is: what it does depends on counters that change with every token.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -54,21 +46,12 @@ class AttentionHandle:
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend, and put the new tokens into the cache.
+        """Attend with queries `[B, H, Q, D]`, and put the new tokens into the cache.
 
-        Prompt columns attend densely to the prompt so far; when it is complete (at once in `eager` mode)
-        it is split; later columns decode against the pruned cache.
-
-        Args:
-            module: The attention module, for SDPA's grouped-query settings.
-            query: `[B, H, Q, D]`.
-            attention_mask: What `leank_mask` made of the model's padding mask.
-            scaling: Factor on the logits; 1/√D if None.
-            s_aux: Logits of the heads' attention sinks `[H]`, by transformers' name for them.
-            **kwargs: Passed on to SDPA.
-
-        Returns:
-            Output `[B, Q, H, D]` and no attention weights.
+        Prompt columns attend densely to the prompt so far; when it is complete (at once in `eager` mode) it
+        is split; later columns decode against the pruned cache. `attention_mask` is what `leank_mask` made,
+        `s_aux` transformers' name for the logits of attention sinks `[H]`; SDPA takes the rest. Returns the
+        output `[B, Q, H, D]` and no attention weights.
         """
         batch_size, _, num_columns, head_dim = query.shape
         step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
@@ -117,16 +100,8 @@ def leank_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend through the LeanK cache, or with plain SDPA in other layers and where there is no cache.
 
-    Args:
-        module: The attention module.
-        query: `[B, H, Q, D]`.
-        key: `[B, H_kv, Q, D]`, or the handle that the cache returned.
-        value: As `key`.
-        attention_mask: What `leank_mask` returned.
-        **kwargs: `scaling`, `dropout` and whatever else the model passes to attention functions.
-
-    Raises:
-        ValueError: If keys come from a cache that is not LeanK's.
+    Queries are `[B, H, Q, D]`, keys and values `[B, H_kv, Q, D]`, or the handle that the cache returned. A
+    cache that is not LeanK's raises a ValueError.
     """
     # No isinstance of our own class: another checkpoint in this process has its own copy of it.
     if not isinstance(key, torch.Tensor):
@@ -168,12 +143,9 @@ def _is_pruned(module: Any) -> bool:
 def leank_mask(
     *, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Make SDPA's mask for prompt columns, and hand the padding mask through for decoding.
+    """Make SDPA's mask for prompt columns, and hand the padding mask `[B, columns]` through for decoding.
 
-    Args:
-        kv_length: Keys that SDPA will see; the LeanK cache reports 0 while decoding.
-        attention_mask: Real columns `[B, columns]`, bool; None without padding.
-        **kwargs: The other arguments of transformers' mask functions.
+    `kv_length` is the keys that SDPA will see; the LeanK cache reports 0 while decoding.
     """
     if kv_length == 0:
         return attention_mask

@@ -25,21 +25,8 @@ class LeanKCache(Cache):
     """A cache that keeps, of every token between sink and recent, only the channels a head needs.
 
     `model.generate` and the model's forward build one by themselves; build one with `model.build_cache()` to
-    choose `prune`, to keep it over several calls, or to set channel masks.
-
-    Args:
-        config: The model's config, with its `leank` block.
-        prune: `eager` prunes after every forward pass of several tokens, one layer at a time, so the full
-            cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
-            decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
-        use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
-        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four, `auto` as they come. Default:
-            the config's.
-        constants: The model's, layer by layer: the mean of its keys, its scales for FP8. What a rounded cache
-            lacks of them, every row's prompt gives.
-
-    Raises:
-        ValueError: If something is not known, or `constants` lack a mean of keys that the config speaks of.
+    choose `prune`, to keep it over several calls, or to set channel masks. A config without a valid `leank`
+    block raises a ValueError, and so do `constants` that lack a mean of keys the config speaks of.
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
@@ -95,11 +82,8 @@ class LeanKCache(Cache):
 
     @prune.setter
     def prune(self, value: str) -> None:
-        if check_prune(value, "`prune`") != self.rows.prune and self.get_seq_length():
-            raise ValueError(
-                f"the cache prunes `{self.rows.prune}` and holds tokens already, it cannot change to "
-                f"`{value}`; choose before the first token, or start from a new cache"
-            )
+        if check_prune(value, "`prune`") != self.prune and self.get_seq_length():
+            raise _too_late(f"prunes `{self.prune}`", value)
         self.rows.prune = value
 
     @property
@@ -110,21 +94,9 @@ class LeanKCache(Cache):
     @kv_dtype.setter
     def kv_dtype(self, value: str) -> None:
         if check_kv_dtype(value, "`kv_dtype`") != self.kv_dtype and self.rows.is_split:
-            raise ValueError(
-                f"the cache stores `{self.kv_dtype}` and holds tokens already, it cannot change to "
-                f"`{value}`; choose before the first token, or start from a new cache"
-            )
+            raise _too_late(f"stores `{self.kv_dtype}`", value)
         for layer in self.pruned_layers:
             layer.kv_dtype = value
-
-    @property
-    def use_graphs(self) -> bool:
-        """Whether decode steps may be captured and replayed; may be set at any time."""
-        return self.graph.enabled
-
-    @use_graphs.setter
-    def use_graphs(self, value: bool) -> None:
-        self.graph.enabled = value
 
     @property
     def prefill_length(self) -> int | None:
@@ -151,17 +123,15 @@ class LeanKCache(Cache):
         """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.
 
         At once where the prompt is split, else when it is. Without it memory grows by a sixteenth at a time.
-
-        Raises:
-            ValueError: If it is no number of columns that any context has.
-            torch.OutOfMemoryError: If memory does not suffice; what was reserved before stays.
+        Where memory does not suffice, what was reserved before stays.
         """
         check_size("num_columns", num_columns)
         rows = self.rows
         before = rows.num_reserved, rows.tables
         rows.num_reserved = num_columns
         try:
-            rows.reserve()
+            if rows.tables is not None:
+                rows.make_room(max(num_columns - rows.num_columns, 0))
             for layer in self.pruned_layers:
                 layer.make_room()
         except BaseException:
@@ -177,12 +147,7 @@ class LeanKCache(Cache):
         return None
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
-        """Make what a decode step writes writable, and room for it.
-
-        Args:
-            num_columns: Columns of the step.
-            attention_mask: Real columns `[B, columns]`, these among them; None if all are.
-        """
+        """Make writable what a decode step writes, and make room for it; pruned layers need no mask."""
         self.rows.counters()
         self.rows.make_room(num_columns)
         for layer in self.pruned_layers:
@@ -192,10 +157,7 @@ class LeanKCache(Cache):
         """Put back where it lay what a step has replaced; pruned layers replace nothing."""
 
     def advance(self, num_columns: int) -> None:
-        """Count columns that a replayed decode step has added; its tensors were advanced on the device.
-
-        A negative number takes back what was counted of columns that were none.
-        """
+        """Count columns that a replayed decode step has added; if negative, take back such as were none."""
         self.rows.advance(num_columns)
         for layer in self.pruned_layers:
             layer.num_columns += num_columns
@@ -212,14 +174,10 @@ class LeanKCache(Cache):
         return sum((layer.memory() for layer in self.pruned_layers), CacheMemory())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop tokens at the end, as far as they still have all channels.
+        """Drop tokens at the end, as far as they still have all channels, else raise a ValueError.
 
-        Args:
-            tokens_to_remove: Minus the number of columns to drop. A positive number is a length to crop to,
-                as transformers before 5.17 asks for it.
-
-        Raises:
-            ValueError: If more is dropped than there is, or a token that has been pruned already.
+        `tokens_to_remove` is minus the number of columns. A positive number is a length to crop to, as
+        transformers before 5.17 asks for it.
         """
         # Some releases of transformers count in a 0-dim tensor.
         tokens_to_remove = int(tokens_to_remove)
@@ -239,12 +197,7 @@ class LeanKCache(Cache):
             layer.crop(-count)
 
     def _check_croppable(self) -> None:
-        """Check that layers that are not pruned can drop columns.
-
-        Raises:
-            ValueError: If a window that they attend within has left tokens behind which would be in it again,
-                or they hold a state of all tokens.
-        """
+        """Raise a ValueError if layers that are not pruned cannot drop columns."""
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""
@@ -254,28 +207,27 @@ class LeanKCache(Cache):
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self._select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        batch_size = self._batch_size()
-        if batch_size is not None:
-            self._select(torch.arange(batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the given rows."""
-        batch_size = self._batch_size()
-        if batch_size is not None:
-            self._select(torch.arange(batch_size)[indices.cpu()])
-
-    def _select(self, rows: torch.Tensor) -> None:
-        rows = self.rows.select(rows)
+        """Keep the given rows, in that order, repeats allowed."""
+        rows = self.rows.select(beam_idx)
         for layer in self.pruned_layers:
             layer.select(rows)
 
-    def _batch_size(self) -> int | None:
-        return self.pruned_layers[0].batch_size
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        if (batch_size := self.pruned_layers[0].batch_size) is not None:
+            self.reorder_cache(torch.arange(batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the given rows."""
+        if (batch_size := self.pruned_layers[0].batch_size) is not None:
+            self.reorder_cache(torch.arange(batch_size)[indices.cpu()])
+
+
+def _too_late(state: str, value: str) -> ValueError:
+    return ValueError(
+        f"the cache {state} and holds tokens already, it cannot change to `{value}`; choose before the first "
+        "token, or start from a new cache"
+    )
 
 
 def cache_class(config: PreTrainedConfig) -> type[LeanKCache]:

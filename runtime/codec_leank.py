@@ -21,11 +21,7 @@ _LARGEST_CODE = 15
 
 
 class Codec:
-    """Numbers as they come, or divided by their scales and rounded to e4m3, which is handled as bytes.
-
-    Attributes:
-        dtype: Of what is stored.
-    """
+    """Numbers as they come, or divided by their scales and rounded to e4m3, which is handled as bytes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -68,21 +64,13 @@ class Int4(Codec):
     lane of its chunk does: a zero would count in its group.
 
     Attributes:
-        dtype: Of keys and values.
         index: Group of every run of neighbours, of which a row of the pool has R `[rows, R]`, int64.
         count_groups: Groups of all rows, G.
         size: Numbers of a row, n.
     """
 
     def __init__(self, dtype: torch.dtype, counts: Sequence[int], size: int, device: torch.device) -> None:
-        """Group the rows of a pool.
-
-        Args:
-            dtype: Of keys and values.
-            counts: Rows of every head: its chunks.
-            size: Numbers of a row.
-            device: Where the pool is.
-        """
+        """Group a pool's rows of `size` numbers, of which every head has so many as `counts` says."""
         super().__init__(dtype)
         run = math.gcd(GROUP_SIZE, size)
         index: list[int] = []
@@ -104,9 +92,8 @@ class Int4(Codec):
     def pack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return numbers `[…, rows, n]` as they are stored.
 
-        Returns:
-            Two in a byte, those of the first half in the low bits `[…, rows, ⌈n/2⌉]`, uint8; least number and
-            step of every group, in the dtype of `numbers` `[…, G, 2]`.
+        Two in a byte, those of the first half in the low bits `[…, rows, ⌈n/2⌉]`, uint8; least number and
+        step of every group, in the dtype of `numbers` `[…, G, 2]`.
         """
         num_runs = self.index.shape[1]
         runs = numbers.reshape(*numbers.shape[:-1], num_runs, self.size // num_runs)
@@ -152,14 +139,7 @@ class Int4(Codec):
 def make_codecs(
     kv_dtype: str, dtype: torch.dtype, layout: ChunkLayout, device: torch.device
 ) -> dict[str, Codec]:
-    """Return the codec of every pool, by the pool's name.
-
-    Args:
-        kv_dtype: `auto`, `fp8` or `int4`.
-        dtype: Of keys and values as they come.
-        layout: How the channels are cut into chunks.
-        device: Where the pools are to be.
-    """
+    """Return the codec of every pool, by the pool's name; `dtype` is that of keys and values as they come."""
     if kv_dtype != "int4":
         codec = Codec(FP8 if kv_dtype == "fp8" else dtype)
         return dict.fromkeys(("kept_keys", "values", "window_keys", "window_values"), codec)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 # Checkpoints of other parts so have other config classes, by which transformers finds a model class again.
 from .parts_leank import CARRIED as CARRIED
-from .windows_leank import Windows, check_prune, check_size
+from .windows_leank import Windows, check_choice, check_prune, check_size
 
 FORMAT_VERSION = 1
 KV_DTYPES = ("auto", "fp8", "int4")
@@ -25,28 +25,17 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 
 @dataclass(frozen=True, eq=False)
 class LeanKSettings:
-    """The part of the `leank` block that the runtime reads.
+    """The part of the `leank` block that the runtime reads; heads are in the order of the checkpoint."""
 
-    Attributes:
-        layers: Numbers of the layers that are pruned `[L]`; the others keep transformers' own cache.
-        widths: Kept channels per pruned layer and KV head `[L][H_kv]`, in the checkpoint's head order.
-        channel_masks: Which ones `[L, H_kv, D]`, bool, on the CPU, in the same order.
-        value_widths: Kept channels of V per layer and head, the first ones; None: V is not pruned, but in
-            heads of width 0.
-        windows: Window sizes, and when to prune.
-        kv_dtype: What keys and values are stored in: `auto` as they come, `fp8` or `int4`.
-        has_scales: Whether the checkpoint holds scales for FP8.
-        has_key_mean: Whether the file of its mask holds the mean of keys.
-    """
-
-    layers: tuple[int, ...]
-    widths: tuple[tuple[int, ...], ...]
-    channel_masks: torch.Tensor
+    layers: tuple[int, ...]  # numbers of the pruned layers `[L]`; others keep transformers' own cache
+    widths: tuple[tuple[int, ...], ...]  # kept channels per pruned layer and KV head `[L][H_kv]`
+    channel_masks: torch.Tensor  # which ones `[L, H_kv, D]`, bool, on the CPU
+    # Kept channels of V per layer and head, the first ones; None: V is not pruned, but in heads of width 0.
     value_widths: tuple[tuple[int, ...], ...] | None
-    windows: Windows
-    kv_dtype: str
-    has_scales: bool
-    has_key_mean: bool
+    windows: Windows  # window sizes, and when to prune
+    kv_dtype: str  # what keys and values are stored in: `auto` as they come, `fp8` or `int4`
+    has_scales: bool  # whether the checkpoint holds scales for FP8
+    has_key_mean: bool  # whether the file of its mask holds the mean of keys
 
     @property
     def num_key_value_heads(self) -> int:
@@ -59,20 +48,10 @@ class LeanKSettings:
         return self.channel_masks.shape[2]
 
 
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the channels of one head, which a config states or leaves to hidden_size / heads."""
-    stated = getattr(config, "head_dim", None)
-    return int(stated) if stated is not None else int(config.hidden_size) // int(config.num_attention_heads)
-
-
 def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     """Check the `leank` block of a config and return what the runtime needs of it.
 
-    Args:
-        config: A `LeanK…Config`.
-
-    Raises:
-        ValueError: If the block is absent, of another format version, or does not fit the model.
+    Raises a ValueError if the block is absent, of another format version, or does not fit the model.
     """
     block = getattr(config, "leank", None)
     if block is None:
@@ -88,15 +67,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
             f"config.json: `leank.format_version` is {cut(version)}, these runtime files read "
             f"{FORMAT_VERSION}; load the checkpoint with the *_leank.py files that it was exported with"
         )
-    required = (
-        "widths",
-        "channel_masks",
-        "head_permutation",
-        "sink_size",
-        "recent_size",
-        "flush_size",
-        "prune",
-    )
+    sizes = ("sink_size", "recent_size", "flush_size")
+    required = ("widths", "channel_masks", "head_permutation", *sizes, "prune")
     missing = [f"`{key}`" for key in required if key not in block]
     if missing:
         raise ValueError(
@@ -106,7 +78,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     layers = _read_layers(block.get("layers"), config)
     num_layers = len(layers)
     num_heads = int(config.num_key_value_heads)
-    head_dim = head_dim_of(config)
+    stated = getattr(config, "head_dim", None)
+    head_dim = int(config.hidden_size) // int(config.num_attention_heads) if stated is None else int(stated)
     widths = _int_table(block["widths"], "widths", num_layers, num_heads)
     for layer, row in enumerate(widths):
         for head, width in enumerate(row):
@@ -123,17 +96,17 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
                 f"config.json: `leank.head_permutation[{layer}]` is {cut(list(row))}, "
                 f"not a permutation of 0…{num_heads - 1}"
             )
-    sizes = {key: block[key] for key in ("sink_size", "recent_size", "flush_size")}
     if block.get("key_mean", True) is not True:
         raise ValueError(f"config.json: `leank.key_mean` is {cut(block['key_mean'])}, not true")
-    for key, size in sizes.items():
-        check_size(key, size, "config.json: `leank.")
+    for key in sizes:
+        check_size(key, block[key], "config.json: `leank.")
+    prune = check_prune(block["prune"], "config.json: `leank.prune`")
     return LeanKSettings(
         layers=layers,
         widths=widths,
         channel_masks=channel_masks,
         value_widths=_read_value_widths(block.get("value_widths"), widths, head_dim),
-        windows=Windows(**sizes, prune=check_prune(block["prune"], "config.json: `leank.prune`")),
+        windows=Windows(*(block[key] for key in sizes), prune=prune),
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
         has_key_mean="key_mean" in block,
@@ -142,15 +115,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
 
 def check_kv_dtype(value: object, origin: str) -> str:
     """Return what keys and values are stored in, or raise a ValueError that names where it came from."""
-    if not isinstance(value, str) or value not in KV_DTYPES:
-        raise ValueError(
-            f"{origin} is {cut(value)}, not one of {', '.join(f'`{name}`' for name in KV_DTYPES)}"
-        )
-    return value
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return check_choice(value, KV_DTYPES, origin)
 
 
 def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tuple[tuple[int, ...], ...]:
@@ -159,7 +124,7 @@ def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tupl
             f"config.json: `leank.{key}` is {cut(value)}, not {num_layers} rows, one for each pruned layer"
         )
     for layer, row in enumerate(value):
-        if not isinstance(row, Sequence) or len(row) != num_heads or not all(map(_is_int, row)):
+        if not isinstance(row, Sequence) or len(row) != num_heads or {*map(type, row)} != {int}:
             raise ValueError(
                 f"config.json: `leank.{key}[{layer}]` is {cut(row)}, not one integer for each of the "
                 f"{num_heads} KV heads"
@@ -232,11 +197,7 @@ def _read_layers(value: object, config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 class LeanKConfigMixin:
-    """Adds the checked `leank` block to a family's config.
-
-    A config without the block can be built (transformers builds default configs to save a diff), but no
-    model can be made of it.
-    """
+    """Adds the checked `leank` block to a family's config; without it a config can be built, but no model."""
 
     leank: dict[str, Any] | None
 
@@ -249,11 +210,7 @@ class LeanKConfigMixin:
 
 
 def __getattr__(name: str) -> type[PreTrainedConfig]:
-    """Make `LeanK<X>Config` of transformers' `<X>Config` when it is first asked for.
-
-    Raises:
-        AttributeError: If the name is no such name, or this release of transformers lacks the family.
-    """
+    """Make `LeanK<X>Config` of transformers' `<X>Config` when it is first asked for."""
     if not (name.startswith("LeanK") and name.endswith("Config")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return config_class_of(stock_class(name))
@@ -281,11 +238,7 @@ def config_class_of(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def stock_class(name: str) -> Any:
-    """Return transformers' class that `LeanK<X>` is made of, `<X>`.
-
-    Raises:
-        AttributeError: If this release of transformers has none.
-    """
+    """Return transformers' class that `LeanK<X>` is made of, `<X>`, or raise an AttributeError."""
     stock = name.removeprefix("LeanK")
     try:
         return getattr(transformers, stock)

@@ -18,10 +18,8 @@ from .fp8_leank import scale_of
 class Constants(NamedTuple):
     """What a layer's keys and values are stored by, each `[1 or B, H_kv, D]`, fp32, or None.
 
-    Attributes:
-        key_mean: What comes off every key, after rotary embedding.
-        key_scale: What stored keys are multiplied by, in FP8; one for both channels of a pair.
-        value_scale: What stored values are multiplied by, in FP8.
+    `key_mean` comes off every key, after rotary embedding. In FP8 stored keys are multiplied by `key_scale`,
+    one for both channels of a pair, and stored values by `value_scale`.
     """
 
     key_mean: torch.Tensor | None = None
@@ -43,12 +41,7 @@ class Constants(NamedTuple):
 
 
 def centre(keys: torch.Tensor, key_mean: torch.Tensor | None) -> torch.Tensor:
-    """Return keys as they are stored: less the mean, in fp32 from what their dtype holds, and rounded once.
-
-    Args:
-        keys: In whatever shape.
-        key_mean: Fp32, of a shape that goes with it; None leaves keys as they are.
-    """
+    """Return keys as they are stored: less the mean, in fp32 from their own dtype, and rounded once."""
     if key_mean is None:
         return keys
     return (keys.to(torch.promote_types(keys.dtype, torch.float32)) - key_mean).to(keys.dtype)
@@ -63,16 +56,9 @@ def choose_constants(
 ) -> Constants:
     """Return a prompt's constants: the model's, and where a rounded cache lacks some, every row's own.
 
-    Args:
-        keys: The prompt's `[B, H_kv, S, D]`.
-        values: `[B, H_kv, S, D]`.
-        real: Columns that are no padding `[B, S]`, bool; None if all are.
-        kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
-        model: The model's. Scales that it has are of keys less its mean, if it has one.
-
-    Returns:
-        The constants. A row of nothing but padding, whose prompt comes in later chunks, has those of all rows
-        together.
+    The prompt's keys and values are `[B, H_kv, S, D]`, its `real` columns `[B, S]`, None if all are; scales
+    that the model has are of keys less its mean, if it has one. A row of nothing but padding, whose prompt
+    comes in later chunks, has the constants of all rows together.
     """
     model = model.map(lambda constant: constant.to(keys.device, torch.float32))
     if kv_dtype == "auto":

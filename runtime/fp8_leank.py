@@ -22,8 +22,7 @@ EXPONENTS = (-14, 15)
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
     """Return 2^ceil(log2(2 * largest / 448)): the scale of channels, with room for numbers twice as large.
 
-    Args:
-        largest: Largest absolute number of every channel; one of zeros, or that is not finite, gets 1.
+    A channel whose largest absolute number is zero or not finite gets 1.
     """
     largest = largest.float()
     fraction, exponent = torch.frexp(largest / (_LARGEST / 2))
@@ -48,13 +47,9 @@ def as_bytes(pool: torch.Tensor) -> torch.Tensor:
 
 
 def check_scales(scales: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Check the scales of a checkpoint, those of all layers at once.
+    """Raise a ValueError if a scale of any layer is no power of two that every dtype has, or is offloaded.
 
-    Args:
-        scales: Of keys and of values of every layer `[H_kv, D]`.
-
-    Raises:
-        ValueError: If one is no power of two that every dtype has, or is offloaded.
+    `scales` are those of keys and of values of every layer, `[H_kv, D]` each.
     """
     for number, layer in enumerate(scales):
         for name, scale in zip(SCALE_NAMES, layer, strict=True):

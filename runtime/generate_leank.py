@@ -10,8 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from .cache_leank import LeanKCache
-from .configuration_leank import CACHE, check_kv_dtype
-from .windows_leank import check_prune
+from .configuration_leank import CACHE
 
 # `dynamic_full` is what older releases of transformers ask of a drafting model.
 _OWN_CACHE = (None, "dynamic", "dynamic_full")
@@ -34,18 +33,9 @@ class GenerateMixin:
     ) -> Any:
         """Generate as the stock class does, from a LeanK cache.
 
-        Args:
-            inputs: Prompt, as in the stock class.
-            generation_config: As in the stock class; fields `prune` and `kv_dtype` in it count as the
-                arguments.
-            *args: As in the stock class.
-            prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
-                the generation config's, else the config's `leank.prune`.
-            kv_dtype: `auto`, `fp8` or `int4`, see `build_cache`. Default: as for `prune`.
-            **kwargs: As in the stock class. `cache` may be that of an earlier call.
-
-        Raises:
-            ValueError: If another kind of cache or a draft by early exit is asked for.
+        `prune` and `kv_dtype` (`auto`, `fp8`, `int4`) are as for `build_cache`. By default a `cache` that is
+        given and holds tokens keeps its own; else they are the generation config's fields of these names,
+        else the config's. Raises a ValueError if another kind of cache or a draft by early exit is asked for.
         """
         configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
         for option, drafter in (
@@ -65,10 +55,6 @@ class GenerateMixin:
             )
         given = {"prune": prune, "kv_dtype": kv_dtype}
         defaults = {name: _first_given({}, configs, name) for name in given}
-        for name, check in (("prune", check_prune), ("kv_dtype", check_kv_dtype)):
-            for value in (given[name], defaults[name]):
-                if value is not None:
-                    check(value, f"`{name}`")
         if _first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         # transformers takes a cache or the name of one.
@@ -80,8 +66,8 @@ class GenerateMixin:
         cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
         cache = earlier_name if cache is None else cache
         if cache is None:
-            chosen = {name: given[name] or defaults[name] for name in given}
-            cache = self.build_cache(prune=chosen["prune"], kv_dtype=chosen["kv_dtype"])
+            chosen = {name: defaults[name] if value is None else value for name, value in given.items()}
+            cache = self.build_cache(**chosen)
         else:
             self._checked_cache(cache)
             for name, value in given.items():
@@ -102,11 +88,7 @@ class GenerateMixin:
             cache.prefill_length = None
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: continuous batching has a paged cache of its own, which is dense.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: continuous batching has a paged cache of its own, which is dense."""
         raise ValueError(
             "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
             "`generate`, or serve without continuous batching"
@@ -123,12 +105,8 @@ def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None,
 
 def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
     """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
-    for candidate in (
-        kwargs.get("attention_mask"),
-        kwargs.get("inputs_embeds"),
-        inputs,
-        kwargs.get("input_ids"),
-    ):
+    candidates = [kwargs.get("attention_mask"), kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")]
+    for candidate in candidates:
         if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
             return int(candidate.shape[1])
     return None
@@ -137,11 +115,7 @@ def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int 
 def _columns_to_reserve(
     prompt: int, kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...]
 ) -> int | None:
-    """Return the columns that a `generate` call may fill, None if many more than its prompt.
-
-    It may end long before its limit, so only for an answer that is short against the prompt memory is
-    reserved.
-    """
+    """Return the columns that a call may fill, None if many more than its prompt: it may end long before."""
     answer = _first_given(kwargs, configs, "max_new_tokens")
     limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
     if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):

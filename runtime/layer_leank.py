@@ -13,7 +13,7 @@ from .decode_kernels_leank import DecodeKernels
 from .find_kernels_leank import find_kernels
 from .kernel_key_leank import MAX_DRAFT
 from .layout_leank import ChunkLayout, order_channels
-from .memory_leank import CacheMemory, pending_memory
+from .memory_leank import CacheMemory, count_whole
 from .pruned_attention_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
@@ -22,20 +22,7 @@ from .turns_leank import attend_turn
 
 
 class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The cache of one layer: whole input until it is split, a `ChunkStore` after.
-
-    Attributes:
-        rows: Lengths of the rows, shared by all layers.
-        num_columns: Columns seen, padding included.
-        model_mask: Channels that the model keeps `[1, H_kv, D]`, bool, on the CPU.
-        kv_dtype: `auto` for keys and values as they come, `fp8` or `int4`.
-        model_constants: The model's. What a rounded cache lacks of them, every row's prompt gives.
-        channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
-        layout: How they are cut into chunks.
-        pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
-        store: K and V after that.
-        kernels: What serves decode steps; None is plain torch.
-    """
+    """The cache of one layer: whole input until it is split, a `ChunkStore` after."""
 
     is_compileable = False
     is_croppable = True
@@ -53,38 +40,33 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer_idx = layer_idx
-        self.rows = rows
+        self.rows = rows  # shared by all layers
         self.kv_dtype = kv_dtype
-        self.model_constants = model_constants
-        self.model_mask = channel_mask[None]
+        self.model_constants = model_constants  # what a rounded cache lacks of them, every row's prompt gives
+        self.model_mask = channel_mask[None]  # channels that the model keeps `[1, H_kv, D]`, bool, on the CPU
         self._model_layout = layout
         self.reset()
 
     def reset(self) -> None:
         """Drop all tokens and go back to the model's own channel mask."""
         self.is_initialized = False
-        self.num_columns = 0
-        self.channel_mask = self.model_mask
+        self.num_columns = 0  # seen, padding included
+        self.channel_mask = self.model_mask  # channels that this cache keeps `[1 or B, H_kv, D]`
         self.layout = self._model_layout
+        # Whole K and V, each `[B, H_kv, S, D]`, until they are split; the store from then on.
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.store: ChunkStore | None = None
-        self.kernels: DecodeKernels | None = None
+        self.kernels: DecodeKernels | None = None  # what serves decode steps; None is plain torch
 
     def set_channel_mask(self, channel_mask: torch.Tensor, *, prune_values: bool = True) -> None:
         """Replace the kept channels, for this cache only, before its prompt is split.
 
         The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
         its last token, look at `pending`, set a mask in every layer, then call `generate` with the whole
-        prompt and this cache.
-
-        Args:
-            channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
-                a head keeps may differ between rows, how many may not.
-            prune_values: Whether V that the model prunes stays pruned; of heads that the model keeps no
-                channel of, V is whole.
-
-        Raises:
-            ValueError: If the prompt is split already, or the mask does not fit.
+        prompt and this cache. The mask is `[H_kv, D]`, or `[B, H_kv, D]`: rows may differ in which channels a
+        head keeps, not in how many. With `prune_values` V that the model prunes stays pruned; of heads that
+        the model keeps no channel of, V is whole. A mask that does not fit, or comes too late, raises a
+        ValueError.
         """
         if self.store is not None:
             raise ValueError(
@@ -122,11 +104,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Check the first keys and values against the channel mask.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
+        """Raise a ValueError if the first keys and values do not fit the channel mask."""
         batch_size, num_heads, _, head_dim = key_states.shape
         expected = (len(self.layout.widths), self.layout.head_dim)
         if (num_heads, head_dim) != expected or value_states.shape[-1] != head_dim:
@@ -157,8 +135,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def extend_pending(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep prompt input whole `[B, H_kv, Q, D]` and return all of it, for dense attention.
 
-        Stored tensors are cut from the autograd graph: gradients reach the input of one forward pass, not
-        the cache.
+        What is kept is cut from the autograd graph: gradients reach the input of one forward pass alone.
         """
         if self.pending is None:
             self.pending = (key.detach(), value.detach())
@@ -190,23 +167,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Append new tokens and attend.
-
-        Args:
-            query: `[B, H, d, D]`.
-            key: `[B, H_kv, d, D]`.
-            value: `[B, H_kv, d, D]`.
-            step: Positions and lengths.
-            softmax_scale: Factor on the logits.
-            sinks: Logits of the heads' attention sinks `[H]`; None without any.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Append new tokens `[B, H_kv, d, D]`, and attend with their queries `[B, H, d, D]`; sinks `[H]`."""
         store, append = self.store, step.append
         assert store is not None and append is not None
-        if not store.is_writable:
-            store.copy_memory()
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.dtype) for states in (key, value))
@@ -223,21 +186,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, sinks, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
-        out = self.attend_turn(query, *store.rounded(key, value), append, softmax_scale, sinks)
+        as_stored = store.tensors.rounded(key, value, self.layout)
+        out = self.attend_turn(query, *as_stored, append, softmax_scale, sinks)
         store.append(key, value, append)
         return out
 
     def attend(self, query: torch.Tensor, append: Append, softmax_scale: float) -> torch.Tensor:
-        """Attend to what is stored: the kernel where there is one, else plain torch.
-
-        Args:
-            query: Columns that are stored, at most `MAX_DRAFT` `[B, H, d, D]`.
-            append: What they see, as from the step that appended them.
-            softmax_scale: Factor on the logits.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Attend to what is stored, with at most `MAX_DRAFT` columns `[B, H, d, D]` that are stored, too."""
         assert self.store is not None
         self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, None, self.kernels_for(query))
@@ -251,19 +206,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to what was stored before several columns, and causally to these, which are not yet.
-
-        Args:
-            query: `[B, H, d, D]`.
-            key: `[B, H_kv, d, D]`.
-            value: `[B, H_kv, d, D]`.
-            append: Where they are to go.
-            softmax_scale: Factor on the logits.
-            sinks: As for `decode`.
-
-        Returns:
-            `[B, H, d, D]`.
-        """
+        """Attend to what was stored before several columns, and causally to these, which are not yet."""
         assert self.store is not None and append.columns is not None
         with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
             return attend_turn(
@@ -338,8 +281,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def make_room(self) -> None:
         """Make what is stored writable, with the pages that the rows have now, where the prompt is split."""
         if self.store is not None and self.rows.tables is not None:
-            if not self.store.is_writable:
-                self.store.copy_memory()
             self.store.move_to(self.rows.tables)
 
     @property
@@ -352,7 +293,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def memory(self) -> CacheMemory:
         """Count this layer's bytes. Waits for the device."""
         if self.pending is not None:
-            return pending_memory(*self.pending)
+            return count_whole("pending", *self.pending)
         if self.store is not None and self.rows.lengths is not None and self.rows.pruned_lengths is not None:
             tokens = int(self.rows.lengths.sum())
             return self.store.memory(tokens, tokens - int(self.rows.pruned_lengths.sum()))
@@ -372,9 +313,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return -1: the layer grows as needed."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """Return -1; the name that older transformers releases ask for."""
-        return -1
+    get_max_cache_shape = get_max_length  # as older releases of transformers call it
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep the given rows, in that order, repeats allowed."""

@@ -26,22 +26,14 @@ Heads = slice | list[int]
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How the channels of one layer's KV heads are cut into chunks. Pure integers.
+    """How the channels of one layer's KV heads are cut into chunks. Pure integers."""
 
-    Attributes:
-        widths: Kept channels per KV head.
-        head_dim: Channels of a key before pruning, D.
-        chunk_size: Channels of a chunk, E.
-        value_widths: Kept channels of V per KV head, multiples of F, none where a head keeps no channel of K;
-            None: all that can be.
-        value_chunk_size: Channels of a chunk of V, F, which divide D; None: D.
-    """
-
-    widths: tuple[int, ...]
-    head_dim: int
-    chunk_size: int
+    widths: tuple[int, ...]  # kept channels per KV head
+    head_dim: int  # channels of a key before pruning, D
+    chunk_size: int  # channels of a chunk, E
+    # Kept channels of V per KV head, multiples of F, 0 where a head keeps none of K; None: all that can be.
     value_widths: tuple[int, ...] | None = None
-    value_chunk_size: int | None = None
+    value_chunk_size: int | None = None  # channels of a chunk of V, F, which divide D; None: D
 
     @cached_property
     def kept_chunks(self) -> tuple[int, ...]:
@@ -144,14 +136,10 @@ class ChunkLayout:
         return (*rows, (kept, 0, value, dropped, 0, window_value, whole, cost, 0, place))
 
     def chunk_index(self, channel_order: torch.Tensor) -> torch.Tensor:
-        """Say which channel every lane of every chunk holds.
+        """Say which channel every lane of every chunk holds, given those of each head, kept ones first.
 
-        Args:
-            channel_order: Channels of every head, kept ones first `[R, H_kv, D]` (R is 1 or the batch).
-
-        Returns:
-            `head * D + channel`, or -1 for a lane of padding `[R, C + C_dropped, E]`, int32; kept chunks
-            first.
+        Takes `[R, H_kv, D]` (R is 1 or the batch), returns `[R, C + C_dropped, E]`, int32, kept chunks first:
+        `head * D + channel`, or -1 for a lane of padding.
         """
         head_dim, size = self.head_dim, self.chunk_size
         lanes: list[list[int]] = []
@@ -173,14 +161,7 @@ class ChunkLayout:
 
 
 def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
-    """Put kept channels first, ascending, then dropped ones, ascending.
-
-    Args:
-        channel_mask: True where a channel is kept `[..., D]`.
-
-    Returns:
-        Channel indices `[..., D]`, int64.
-    """
+    """Return channels `[..., D]`, int64: those that the mask keeps, ascending, then the others, ascending."""
     return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
 
 
@@ -193,14 +174,10 @@ def head_index(heads: tuple[int, ...]) -> Heads:
 
 
 def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Bring channels into the order of chunks.
+    """Bring channels `[B, n, H_kv * D]` into the order of chunks `[B, n, chunks, E]`.
 
-    Args:
-        states: Channels of all heads `[B, n, H_kv * D]`.
-        index: Channel of every lane, -1 in lanes of padding `[1 or B, chunks, E]`.
-
-    Returns:
-        `[B, n, chunks, E]`; a lane of padding holds whatever channel 0 does.
+    `index` is the channel of every lane `[1 or B, chunks, E]`, -1 in lanes of padding, which hold whatever
+    channel 0 does.
     """
     lanes = index.clamp(min=0).flatten(1)
     if index.shape[0] == 1:
@@ -215,14 +192,10 @@ def cut_layers(
 ) -> tuple[ChunkLayout, ...]:
     """Cut all layers of a model into chunks of one size of K, E, and one of V, F: one kernel can serve them.
 
-    F divides all widths of V, and is half a head at most where some of it may be dropped. E is 32 where every
-    width of K is a multiple of 32, else 16, but no larger than F. Heads of fewer than 64 channels take a
-    quarter of a head instead, so that a toy model still stores less than a dense one.
-
-    Args:
-        widths: Kept channels of K per layer and head.
-        value_widths: Those of V, None: all of heads that keep some of K.
-        head_dim: D.
+    F divides all widths of V (None: whole in heads that keep some of K), and is half a head at most where
+    some of it may be dropped. E is 32 where every width of K is a multiple of 32, else 16, but no larger than
+    F. Heads of fewer than 64 channels take a quarter of a head instead, so that a toy model still stores less
+    than a dense one.
     """
     value_chunk = head_dim
     if value_widths is not None:

@@ -18,34 +18,18 @@ from .configuration_leank import LeanKSettings
 
 MASK_FILE = "channel_mask.safetensors"
 _KEY_MEAN = "key_mean"
-_HUB_OPTIONS = (
-    "cache_dir",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+_HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 _HINT = "copy or export the checkpoint again"
 
 
 def load_key_means(
     config: PreTrainedConfig, settings: LeanKSettings, source: str, options: Mapping[str, Any]
 ) -> list[torch.Tensor] | None:
-    """Read the mean of keys of a checkpoint.
+    """Read the mean of keys of a checkpoint, by its folder or hub id; None if it has none.
 
-    Args:
-        config: Its config.
-        settings: What was read of its `leank` block.
-        source: Its folder or hub id.
-        options: Arguments of `from_pretrained`, of which those of the hub are taken.
-
-    Returns:
-        Of every pruned layer, in the checkpoint's head order `[1, H_kv, D]`, fp32, on the CPU; None if it has
-        none.
-
-    Raises:
-        ValueError: If the file is missing or is not the one that was exported, or its tensor makes no sense.
+    Of every pruned layer, in the checkpoint's head order `[1, H_kv, D]`, fp32, on the CPU. `options` are
+    arguments of `from_pretrained`, of which those of the hub are taken. Raises a ValueError if the file is
+    missing or is not the one that was exported, or its tensor makes no sense.
     """
     if not settings.has_key_mean:
         return None

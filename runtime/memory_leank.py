@@ -9,15 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class RegionBytes:
-    """Bytes of one region of the cache.
+    """Bytes of one region of the cache."""
 
-    Attributes:
-        used: Channels of tokens that are there, without padding and free capacity.
-        allocated: Everything held.
-    """
-
-    used: int
-    allocated: int
+    used: int  # channels of tokens that are there, without padding and free capacity
+    allocated: int  # everything held
 
     def __add__(self, other: RegionBytes) -> RegionBytes:
         return RegionBytes(self.used + other.used, self.allocated + other.allocated)
@@ -27,29 +22,19 @@ class RegionBytes:
 class CacheMemory:
     """What a cache, or one layer of it, holds, by region.
 
-    Attributes:
-        kept_keys: Kept channels of all tokens.
-        kept_values: Kept channels of V of all tokens.
-        window_keys: Dropped channels of sink and recent tokens.
-        window_values: Dropped channels of V of sink and recent tokens.
-        pending_keys: Whole K that waits to be split (`prune="deferred"`).
-        pending_values: Whole V that waits to be split.
-        other_keys: K of layers that are not pruned.
-        other_values: V of the same.
-        dense_keys: K bytes that a dense cache uses for the same tokens. Padding is left out, except in input
-            that waits to be split: how much of that is padding is not known yet.
-        dense_values: V bytes of the same.
+    Padding is left out of dense bytes, except in input that waits to be split: how much of that is padding is
+    not known yet.
     """
 
-    kept_keys: RegionBytes = RegionBytes(0, 0)
+    kept_keys: RegionBytes = RegionBytes(0, 0)  # kept channels of all tokens
     kept_values: RegionBytes = RegionBytes(0, 0)
-    window_keys: RegionBytes = RegionBytes(0, 0)
+    window_keys: RegionBytes = RegionBytes(0, 0)  # dropped channels of sink and recent tokens
     window_values: RegionBytes = RegionBytes(0, 0)
-    pending_keys: RegionBytes = RegionBytes(0, 0)
+    pending_keys: RegionBytes = RegionBytes(0, 0)  # whole input that waits to be split (`prune="deferred"`)
     pending_values: RegionBytes = RegionBytes(0, 0)
-    other_keys: RegionBytes = RegionBytes(0, 0)
+    other_keys: RegionBytes = RegionBytes(0, 0)  # of layers that are not pruned
     other_values: RegionBytes = RegionBytes(0, 0)
-    dense_keys: int = 0
+    dense_keys: int = 0  # bytes that a dense cache uses for the same tokens
     dense_values: int = 0
 
     def __add__(self, other: CacheMemory) -> CacheMemory:
@@ -72,12 +57,9 @@ class CacheMemory:
         return self.keys + self.values
 
 
-def pending_memory(keys: torch.Tensor, values: torch.Tensor) -> CacheMemory:
-    """Count whole input that waits to be split; its padding counts, as it is held."""
-    key_bytes, value_bytes = (states.numel() * states.element_size() for states in (keys, values))
-    return CacheMemory(
-        pending_keys=RegionBytes(key_bytes, key_bytes),
-        pending_values=RegionBytes(value_bytes, value_bytes),
-        dense_keys=key_bytes,
-        dense_values=value_bytes,
-    )
+def count_whole(region: str, keys: torch.Tensor | None, values: torch.Tensor | None) -> CacheMemory:
+    """Count what is held as it came, of region `pending` or `other`; its padding counts."""
+    num_bytes = [0 if states is None else states.nbytes for states in (keys, values)]
+    held = (RegionBytes(count, count) for count in num_bytes)
+    regions = dict(zip((f"{region}_keys", f"{region}_values"), held, strict=True))
+    return CacheMemory(**regions, dense_keys=num_bytes[0], dense_values=num_bytes[1])

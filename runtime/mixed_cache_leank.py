@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .cache_leank import LeanKCache
 from .layer_leank import LeanKLayer
-from .memory_leank import CacheMemory, RegionBytes
+from .memory_leank import CacheMemory, count_whole
 from .rows_leank import is_writable
 
 _STATES = ("keys", "values", "conv_states", "recurrent_states")
@@ -121,7 +121,9 @@ class MixedCache(LeanKCache):
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
-        return sum(map(_memory_of, self.other_layers.values()), super().memory())
+        # Of such a layer keys and values count; a state is neither.
+        held = ((getattr(layer, name, None) for name in _STATES[:2]) for layer in self.other_layers.values())
+        return sum((count_whole("other", *states) for states in held), super().memory())
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""
@@ -143,10 +145,11 @@ class MixedCache(LeanKCache):
                     "it; crop before so many are in it, or run the prompt again"
                 )
 
-    def _select(self, rows: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep the given rows, in that order, repeats allowed."""
         for layer in self.other_layers.values():
-            layer.reorder_cache(rows)
-        super()._select(rows)
+            layer.reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)
 
     def _places(self) -> list[tuple[dict[Any, Any], Any]]:
         """Return every dictionary that holds a tensor of a layer, and its key there."""
@@ -162,17 +165,3 @@ class MixedCache(LeanKCache):
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _memory_of(layer: Any) -> CacheMemory:
-    """Count what such a layer holds of keys and values; a state is neither."""
-    keys, values = (
-        0 if states is None else states.numel() * states.element_size()
-        for states in (getattr(layer, name, None) for name in ("keys", "values"))
-    )
-    return CacheMemory(
-        other_keys=RegionBytes(keys, keys),
-        other_values=RegionBytes(values, values),
-        dense_keys=keys,
-        dense_values=values,
-    )

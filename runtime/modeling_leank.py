@@ -8,22 +8,15 @@ here: `LeanK<X>` is made of transformers' `<X>` when it is asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .adapter_leank import fits_heads
@@ -61,11 +54,7 @@ class LeanKMixin:
     key_means: list[torch.Tensor] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        """Build the stock model.
-
-        Raises:
-            ValueError: If the config has no valid `leank` block.
-        """
+        """Build the stock model, or raise a ValueError if the config has no valid `leank` block."""
         settings = read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if settings.has_scales:
@@ -83,9 +72,8 @@ class LeanKMixin:
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load as the stock class does.
 
-        Raises:
-            ValueError: If a scale is missing: transformers leaves in its place whatever memory holds. If the
-                mean of keys is, or makes no sense.
+        Raises a ValueError if a scale is missing (transformers leaves in its place whatever memory holds), or
+        if the mean of keys is, or makes no sense.
         """
         model, info = super().from_pretrained(  # type: ignore[misc]
             *args, output_loading_info=True, **kwargs
@@ -108,11 +96,7 @@ class LeanKMixin:
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """Return `leank` for any usual request.
-
-        Raises:
-            ValueError: If another implementation is asked for: it would decode densely.
-        """
+        """Return `leank` for any usual request; others, which would decode densely, raise a ValueError."""
         if requested_attention not in _USUAL_ATTENTION:
             raise ValueError(
                 f"attn_implementation {requested_attention!r} does not know the pruned cache; leave it out, "
@@ -129,10 +113,8 @@ class LeanKMixin:
         """Save as the stock class does, and carry the mask's file along.
 
         transformers copies weights, config and these files; the mask's file is looked for where the model was
-        loaded from. Where it is not found, or is another one by now, the saved config does not name it.
-
-        Raises:
-            ValueError: If it is not found and holds the mean of keys, without which answers are others.
+        loaded from. Where it is not found, or is another one by now, the saved config does not name it. If it
+        holds the mean of keys, without which answers are others, that raises a ValueError.
         """
         block = self.config.leank
         files = dict(block.get("files", {}))
@@ -150,11 +132,7 @@ class LeanKMixin:
             self.config.leank = block
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as the stock class does, if it is for the order of this checkpoint's KV heads.
-
-        Raises:
-            ValueError: If it is not: an adapter of the original would change other heads.
-        """
+        """Load an adapter as the stock class does, or raise a ValueError if it would change other heads."""
         if not fits_heads(peft_model_id, self.config.leank):
             raise ValueError(
                 "load_adapter: KV heads are in another order, or V in another basis, than in the model that "
@@ -168,25 +146,18 @@ class LeanKMixin:
     ) -> LeanKCache:
         """Return an empty cache for this model, to pass as `cache`.
 
-        Args:
-            prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
-            use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
-            kv_dtype: `fp8` stores keys and values in eight bits, by the checkpoint's scales where it has
-                some, else by those of every row's prompt; `int4` in four bits; `auto` as they come. Default:
-                the config's.
-
-        Raises:
-            ValueError: If one is not known, or the checkpoint's scales or mean of keys are wrong or missing.
+        `prune="eager"` prunes after every forward pass of several tokens, one layer at a time, so the full
+        cache of a long prompt never exists for all layers; `deferred` keeps the input whole until decoding
+        begins, so a prompt in chunks gives what it gives in one piece. `use_graphs` allows that decode steps
+        on a CUDA device are captured and replayed as one graph. `kv_dtype="fp8"` stores keys and values in
+        eight bits, by the checkpoint's scales where it has some, else by those of every row's prompt; `int4`
+        in four bits; `auto` as they come. None is the config's. Scales or a mean of keys that are wrong or
+        missing raise a ValueError.
         """
-        made = cache_class(self.config)
-        return made(self.config, prune, use_graphs, kv_dtype, self._constants())
+        return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, self._constants())
 
     def _constants(self) -> list[Constants]:
-        """Return what the checkpoint says of each channel, layer by layer.
-
-        Raises:
-            ValueError: If its scales are wrong, or the mean of keys is not known.
-        """
+        """Return what the checkpoint says of each channel, layer by layer."""
         attentions = self._pruned_attentions()
         constants = [Constants()] * len(attentions)
         if hasattr(attentions[0], SCALE_NAMES[0]):
@@ -208,23 +179,16 @@ class LeanKMixin:
         layers = self.base_model.layers  # type: ignore[attr-defined]
         return [layers[number].self_attn for number in read_settings(self.config).layers]
 
-    def _channel_masks(self) -> Sequence[torch.Tensor]:
-        return read_settings(self.config).channel_masks.unbind()
-
     def _forward(
         self,
         given: Cache | None,
         use_cache: bool | None,
         attention_mask: torch.Tensor | None,
-        output_attentions: bool | None,
+        output_attentions: bool | None = None,
         past_key_values: Cache | None = None,
         **inputs: Any,
     ) -> Any:
-        """Run the stock model, on a LeanK cache if on any; `past_key_values` is what transformers called it.
-
-        Raises:
-            ValueError: If the request cannot be served from a LeanK cache.
-        """
+        """Run the stock model, on a LeanK cache if on any; transformers called it `past_key_values`."""
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError(
                 "output_attentions: attention weights of a pruned cache are never formed; load the "
@@ -311,16 +275,13 @@ class LeanKMixin:
         return output
 
     def _checked_cache(self, given: object) -> LeanKCache:
-        """Return what was given as a cache if this model can go on with it.
-
-        Raises:
-            ValueError: If it is no LeanK cache, or an empty one of a model with other channel masks.
-        """
+        """Return what was given as a cache if this model can go on with it, else raise a ValueError."""
         # Not isinstance: the cache may come from another copy of these files.
         if hasattr(given, "prefill_length"):
             cache: LeanKCache = given  # type: ignore[assignment]
             # Only once: in every step it would cost more than the step's other work on the host.
-            if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
+            masks = () if cache.get_seq_length() else read_settings(self.config).channel_masks.unbind()
+            if masks and not cache.is_made_of(masks):
                 raise ValueError(
                     "the cache was built for a model that keeps other channels; build one with this "
                     "model's `model.build_cache()`"
@@ -348,19 +309,10 @@ class LeanKModelMixin(LeanKMixin):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        output: BaseModelOutputWithPast = self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            kwargs.pop("output_attentions", None),
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        return output
+    ) -> Any:
+        """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
+        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        return self._forward(cache, use_cache, attention_mask, **kwargs)
 
 
 class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
@@ -377,29 +329,15 @@ class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        output: CausalLMOutputWithPast = self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            kwargs.pop("output_attentions", None),
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
-        )
-        return output
+    ) -> Any:
+        """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
+        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        kwargs |= {"labels": labels, "logits_to_keep": logits_to_keep}
+        return self._forward(cache, use_cache, attention_mask, **kwargs)
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
-    """Make `LeanK<X>Model` or `LeanK<X>ForCausalLM` of transformers' class when it is first asked for.
-
-    Raises:
-        AttributeError: If the name is no such name, or this release of transformers lacks the family.
-    """
+    """Make `LeanK<X>Model` or `LeanK<X>ForCausalLM` of transformers' class when it is first asked for."""
     kinds = {"Model": LeanKModelMixin, "ForCausalLM": LeanKForCausalLMMixin}
     mixin = next((mixin for ending, mixin in kinds.items() if name.endswith(ending)), None)
     if mixin is None or not name.startswith("LeanK"):

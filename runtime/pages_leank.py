@@ -1,9 +1,9 @@
 """Page tables: allocation and reallocation of a cache's pages.
 
-A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
-every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window
-for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
-nothing else. Here a row's pages follow one another in both pools, its run:
+All layers of a cache share one `PageTables`, as their rows are alike: every layer has two pools of the same
+numbers of pages, one for kept channels of all tokens, and the window for what only whole tokens need. Tables
+say which page of a pool holds which tokens of a row, and kernels read nothing else. Here a row's pages follow
+one another in both pools, its run:
 
     page of a row              0  1  2  3  4  5  6  7  8
     in its run                 0  1  2  3  4  5  6  7  8
@@ -27,21 +27,13 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class PageList:
-    """Pages of a pool that plain torch reads, row by row.
+    """Pages of a pool that plain torch reads, row by row."""
 
-    Attributes:
-        count: How many (host).
-        pages: Which `[count]`; None: the pool's first as they lie.
-        rows: Row of each `[count]`; None: rows have equally many, like the next two.
-        entries: Place in the list of every row's pages `[B, n]`, some place beyond its last.
-        numbers: Place of each in `[B, n]`, flattened `[count]`.
-    """
-
-    count: int
-    pages: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    entries: torch.Tensor | None = None
-    numbers: torch.Tensor | None = None
+    count: int  # how many (host)
+    pages: torch.Tensor | None = None  # which `[count]`; None: the pool's first as they lie
+    rows: torch.Tensor | None = None  # row of each `[count]`; None, like the next two: rows have equally many
+    entries: torch.Tensor | None = None  # place here of every row's pages `[B, n]`, any beyond its last
+    numbers: torch.Tensor | None = None  # place of each in `[B, n]`, flattened `[count]`
 
     def most(self, batch_size: int) -> int:
         """Return n, the pages of the row that has most."""
@@ -49,29 +41,13 @@ class PageList:
 
 
 class PageTables:
-    """Which pages hold the tokens of every row.
-
-    Attributes:
-        page_size: Tokens of a page.
-        num_sink: Window pages of a row that stay.
-        num_ring: Window pages behind them that are used again and again.
-        runs: Pages of every row.
-        window_runs: Pages of every row in the window.
-        pool_runs: Both.
-        is_even: Whether all rows have equally many.
-    """
+    """Which pages hold the tokens of every row."""
 
     def __init__(self, runs: Sequence[int], sink_size: int, ring_size: int) -> None:
-        """Lay out runs, row by row.
-
-        Args:
-            runs: Pages of every row, at least one.
-            sink_size: Tokens at the start of a row that stay whole.
-            ring_size: Most tokens behind the sink that are whole at a time, those being appended among them.
-        """
+        """Lay out runs, row by row, of at least one page each; see `RowState` for the sizes."""
         self.page_size = PAGE
-        self.num_sink = -(-sink_size // PAGE)
-        self.num_ring = _ring_pages(ring_size)
+        self.num_sink = -(-sink_size // PAGE)  # window pages of a row that stay
+        self.num_ring = _ring_pages(ring_size)  # those behind them, which are used again and again
         self.runs = tuple(runs)
         self.window_runs = tuple(min(run, self.num_sink + self.num_ring) for run in runs)
         self.pool_runs = (self.runs, self.window_runs)
@@ -103,11 +79,7 @@ class PageTables:
         return self._copies[device]
 
     def window_numbers(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Say which page of its row every window page of rows of `lengths` `[B]` tokens holds.
-
-        Returns:
-            `[B, most window pages of a row]`, -1 for one that is not in use.
-        """
+        """Say which page of its row every window page holds, -1 for none `[B, n]`, by rows' lengths `[B]`."""
         slot = torch.arange(max(self.window_runs), device=lengths.device, dtype=lengths.dtype)
         last = (lengths[:, None] - 1).div(self.page_size, rounding_mode="floor")
         rounds = (last - slot).div(self.num_ring, rounding_mode="floor")
@@ -128,8 +100,7 @@ class PageTables:
     def prompt_pages(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """List the pages that prompts of `lengths` tokens fill, in the first pool and in the window.
 
-        Returns:
-            Each `[3, pages]`: row, number of the page in its row, page of the pool.
+        Each `[3, pages]`: row, number of the page in its row, page of the pool.
         """
         count = -(-_host(lengths)[:, None] // self.page_size)
         number = _host(range(max(self.runs)))
@@ -208,16 +179,10 @@ def _starts(runs: Sequence[int]) -> torch.Tensor:
 def page_sources(
     runs: Sequence[int], old_runs: Sequence[int], rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Say which page of an old pool every page of a pool goes on from.
+    """Say which page of an old pool every page of a pool goes on from, -1 for a new one `[sum(runs)]`.
 
-    Args:
-        runs: Pages of every row.
-        old_runs: The same in the old pool.
-        rows: Row of the old pool that every row goes on from `[B]`, on the CPU unless rows of both pools all
-            have equally many pages; None: the same.
-
-    Returns:
-        Pages of the old pool, -1 for a page that is new `[sum(runs)]`, where `rows` lie.
+    `rows` `[B]` is the old row that each row goes on from, None for the same; it lies on the CPU unless rows
+    of both pools all have equally many pages, and the result lies where it does.
     """
     if rows is None:
         rows = _host(range(len(runs)))

@@ -23,11 +23,7 @@ def carries(name: str) -> bool:
 
 
 def load_part(name: str) -> Any:
-    """Import the file `name`_leank.py.
-
-    Raises:
-        ValueError: If this checkpoint does not carry it.
-    """
+    """Import the file `name`_leank.py, or raise a ValueError if this checkpoint does not carry it."""
     if not carries(name):
         raise ValueError(
             f"the checkpoint lacks the runtime file `{name}_leank.py`, which it needs; export it again"

@@ -27,21 +27,10 @@ def decode_attention(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to sink, pruned and recent tokens.
+    """Attend to sink, pruned and recent tokens with queries `[B, H, Q, D]`; sinks are `[H]`.
 
     Pages that hold no token must be finite if they are read, their values do not matter. A column that sees
     nothing gets finite numbers without meaning.
-
-    Args:
-        query: `[B, H, Q, D]`.
-        store: What is stored; its `head_table` is not looked at.
-        view: Where stored tokens lie, and which of them columns see.
-        layout: How the layer's channels are cut into chunks.
-        softmax_scale: Factor on the logits.
-        sinks: Logits of the heads' attention sinks `[H]`; None without any.
-
-    Returns:
-        `[B, H, Q, D]` in the dtype of `query`.
     """
     batch_size, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = len(layout.widths)
@@ -116,11 +105,7 @@ def _page_scores(
 def _weigh(
     weights: torch.Tensor, values: torch.Tensor, listed: PageList, heads: tuple[int, ...]
 ) -> torch.Tensor:
-    """Weigh pages `[N, chunks, P, F]` by what each chunk's head `[B, H, G * Q, n * P]` gives tokens.
-
-    Returns:
-        `[B, chunks, G * Q, F]`.
-    """
+    """Weigh pages `[N, chunks, P, F]` by `[B, H, G * Q, n * P]` of chunks' heads: `[B, chunks, G * Q, F]`."""
     batch_size, num_heads, num_queries, _ = weights.shape
     paged = weights.view(batch_size, num_heads, num_queries, -1, values.shape[2])
     paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)[:, head_index(heads)]
@@ -140,8 +125,8 @@ def _by_row(parts: torch.Tensor, listed: PageList, batch_size: int) -> torch.Ten
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
     """Add up each head's chunks: `[B, chunks, …]` to `[B, heads, …]`.
 
-    Heads without kept chunks are left out of the result for kept chunks; heads without dropped chunks
-    stay in the result for dropped ones, as zeros.
+    Heads without kept chunks are left out for kept ones; those without dropped chunks are zeros for dropped
+    ones.
     """
     parts, start = [], 0
     for per_head, heads in itertools.groupby(layout.kept_chunks if kept else layout.dropped_chunks):

@@ -24,20 +24,10 @@ def attend_naively(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to sink, pruned and recent tokens.
+    """Attend with queries `[B, H, Q, D]` to sink, pruned and recent tokens, in fp64.
 
-    Args:
-        query: `[B, H, Q, D]`.
-        store: What is stored; its `head_table` is not looked at.
-        seen: Stored tokens of its row that a column sees `[B, Q]`.
-        pruned: Pruned ones among them `[B, Q]`.
-        layout: How the layer's channels are cut into chunks.
-        sink_size: Tokens at the front that are never pruned.
-        softmax_scale: Factor on the logits.
-        sinks: Logits of the heads' attention sinks `[H]`; None without any.
-
-    Returns:
-        `[B, H, Q, D]`, fp64; zeros in a column that sees nothing.
+    Of its row a column sees `seen` stored tokens, `pruned` ones among them, each `[B, Q]`; where it sees
+    none, it gets zeros. Logits of the heads' attention sinks are `[H]`.
     """
     query = query.double()
     num_groups = query.shape[1] // len(layout.widths)

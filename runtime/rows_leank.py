@@ -1,13 +1,12 @@
 """Row lengths and the append rule: how many tokens a row holds, and how many are pruned.
 
-A row's tokens are numbered without padding: token 0 is the row's first real token. Two counters describe
-a row, its length n and its number of pruned tokens p:
+Of a row's n tokens, numbered without padding, p are pruned:
 
     tokens 0 … n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
 
-Splitting a prompt sets p so that recent holds recent_size tokens. Every token after it is appended by one
-rule: while the sink is not full it goes there; else, if recent holds recent_size + flush_size tokens, p grows
-by flush_size first. Nothing is moved, so the rule is arithmetic on n and p, for any number of tokens at once.
+Splitting a prompt sets p so that recent holds recent_size tokens. A later token goes to the sink until it is
+full; then, if recent holds recent_size + flush_size tokens, p first grows by flush_size. Nothing is moved, so
+the rule is arithmetic on n and p, for any number of tokens at once.
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
 the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
@@ -50,38 +49,15 @@ def pruned_after_append(
 ) -> torch.Tensor:
     """Return how many tokens are pruned once a row has grown to `new_lengths`, one token at a time.
 
-    A token that finds recent holding recent_size + flush_size tokens first moves the oldest flush_size
-    of them to pruned; so as few flushes happen as leave at most that many. A sink that is not full makes
-    `overflow` negative, so p stays 0.
+    As few flushes happen as leave at most recent_size + flush_size tokens in recent. A sink that is not full
+    makes `overflow` negative, so p stays 0.
     """
     overflow = (new_lengths - sink_size - pruned - recent_size - flush_size).clamp(min=0)
     return pruned + (overflow + flush_size - 1) // flush_size * flush_size
 
 
 class RowState:
-    """Lengths of every row, shared by the layers of a cache.
-
-    Attributes:
-        sink_size: Tokens at the start of a row that stay whole.
-        recent_size: Latest tokens that stay whole.
-        flush_size: Tokens pruned at a time while decoding.
-        prune: `eager` or `deferred`.
-        prefill_length: Columns, padding included, that count as prompt while the cache is empty or its
-            input is pending; None if unknown: then in `deferred` mode a one-column input on pending
-            input begins decoding, and in `eager` mode the first input is the prompt.
-        num_columns: Columns seen, padding included (host).
-        num_reserved: Columns, padding included, that memory is to be allocated for; 0 if unknown (host).
-        is_pending: Whether input is kept whole until decoding begins.
-        lengths: Real tokens per row `[B]`, int32, updated in place; None while empty or pending.
-        pruned_lengths: Pruned tokens per row `[B]`, int32, updated in place; None while empty or pending.
-        addresses: A new number whenever these two become other tensors.
-        bounds: Upper bound of each row's length (host).
-        tables: Pages of the rows, with room for `bounds`; None while empty or pending.
-        padding: Real columns `[B, columns]`, any dtype, true where real; columns beyond its last one are
-            real in all rows. None where there was no padding.
-        next_valid: Which of the next columns are real `[B, d]`, bool, for a decode step that is given no mask
-            and has room already; None if all are.
-    """
+    """Lengths of every row, shared by the layers of a cache; for sizes and `prune` see `Windows`."""
 
     def __init__(self, sink_size: int, recent_size: int, flush_size: int, prune: str) -> None:
         self.sink_size = sink_size
@@ -92,16 +68,24 @@ class RowState:
 
     def reset(self) -> None:
         """Forget every row; window sizes and `prune` stay."""
+        # Columns, padding included, that count as prompt while the cache is empty or its input is pending.
+        # None if unknown: then in `deferred` mode one column on pending input begins decoding, and in `eager`
+        # mode the first input is the prompt.
         self.prefill_length: int | None = None
-        self.num_columns = 0
-        self.num_reserved = 0
-        self.is_pending = False
+        self.num_columns = 0  # seen, padding included (host)
+        self.num_reserved = 0  # columns that memory is to be allocated for; 0 if unknown (host)
+        self.is_pending = False  # whether input is kept whole until decoding begins
+        # Real and pruned tokens per row `[B]`, int32, updated in place; None while empty or pending.
         self.lengths: torch.Tensor | None = None
         self.pruned_lengths: torch.Tensor | None = None
-        self.addresses = new_address()
-        self.bounds: list[int] = []
-        self.tables: PageTables | None = None
+        self.addresses = new_address()  # another one whenever these two become other tensors
+        self.bounds: list[int] = []  # upper bound of each row's length (host)
+        self.tables: PageTables | None = None  # pages of the rows, with room for `bounds`
+        # Real columns `[B, columns]`, any dtype; those beyond its last one are real in all rows. None where
+        # there was no padding.
         self.padding: torch.Tensor | None = None
+        # Which of the next columns are real `[B, d]`, bool, for a decode step that is given no mask and has
+        # room already; None if all are.
         self.next_valid: torch.Tensor | None = None
         self._step: Step | None = None  # that the layers are making
 
@@ -145,18 +129,10 @@ class RowState:
     ) -> Step:
         """Return what a forward pass changes; the first layer's call works it out and advances the rows.
 
-        Args:
-            start: Columns that the calling layer held before this pass.
-            batch_size: Rows.
-            num_columns: New columns.
-            attention_mask: Real columns `[B, start + num_columns]`, or the causal mask made of them
-                `[B, 1, num_columns, start + num_columns]`; None without padding.
-            device: The calling layer's device.
-            split_now: Whether a prompt is split in this pass, whatever `prune` says.
-
-        Raises:
-            ValueError: If the mask covers fewer columns than the cache holds, or the cache has fewer or more
-                rows than the input.
+        `start` is the columns that the calling layer held before, `attention_mask` the real columns
+        `[B, start + num_columns]`, or the causal mask made of them
+        `[B, 1, num_columns, start + num_columns]`, None without padding. With `split_now` a prompt is split
+        whatever `prune` says. A cache of fewer or more rows than the input raises a ValueError.
         """
         if start < self.num_columns and self._step is not None and self._step.start == start:
             return self._step.to(device)
@@ -192,9 +168,7 @@ class RowState:
     def make_room(self, count: int, num_columns: int | None = None) -> PageTables:
         """Return tables with pages for `count` more tokens in every row, the present ones if they have them.
 
-        Args:
-            count: Tokens.
-            num_columns: Columns that the cache will hold then, so many more than now if None.
+        `num_columns` are the columns that the cache will hold then, so many more than now if None.
         """
         lengths = [length + count for length in self.bounds]
         if self.tables is None or not self.tables.fits(lengths):
@@ -205,11 +179,6 @@ class RowState:
             to_come = self.num_reserved - (self.num_columns + count if num_columns is None else num_columns)
             self.tables = self.lay_out(lengths, to_come if self.num_reserved else -1)
         return self.tables
-
-    def reserve(self) -> None:
-        """Have pages for all columns that are reserved, where the prompt is split."""
-        if self.tables is not None:
-            self.make_room(max(self.num_reserved - self.num_columns, 0))
 
     def lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
         """Return tables for rows of `lengths` and `to_come` tokens; if that is negative, for some more."""
@@ -229,24 +198,10 @@ class RowState:
         self._step = None
 
     def extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
-        """Return which of so many columns are real `[B, total]`, as given or known; None without padding.
-
-        Raises:
-            ValueError: If the mask is not one of padding, or of fewer columns.
-        """
+        """Return which of so many columns are real `[B, total]`, as given or known; None without padding."""
         if attention_mask is not None:
-            if attention_mask.dtype != torch.bool or attention_mask.ndim not in (2, 4):
-                raise ValueError(
-                    f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: the pruned "
-                    "cache needs a 2-D padding mask [batch, tokens]; pass that, or `use_cache=False`"
-                )
             # The last query of a causal mask sees every real column.
             padding = attention_mask if attention_mask.ndim == 2 else attention_mask[:, 0, -1]
-            if padding.shape[1] < total:
-                raise ValueError(
-                    f"attention_mask covers {padding.shape[1]} tokens, the cache and the input hold {total}; "
-                    "pass the mask of the whole conversation"
-                )
             return padding[:, :total]
         if self.padding is None:
             return None
@@ -288,13 +243,13 @@ class RowState:
         what a captured step replays.
         """
         lengths, pruned = self.counters()
-        self.make_room(1, self.num_columns + num_columns)
+        tables = self.make_room(1, self.num_columns + num_columns)
         if valid is None:
             new = lengths + 1
         else:
             valid = valid.to(lengths.device)
             new = lengths + valid[:, 0]
-        new_pruned = self._pruned_after_append(new, pruned)
+        new_pruned = pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
         attended = pruned
         if self.padding is not None and self.sink_size + self.recent_size == 0:
             # A row whose input so far was padding alone has its prefill now: it sees its token whole, and
@@ -305,21 +260,18 @@ class RowState:
         lengths.copy_(new)
         pruned.copy_(new_pruned)
         self.bounds = [length + 1 for length in self.bounds]
-        return self._make_append(valid, lengths[:, None], attended[:, None])
+        return Append(valid, lengths[:, None], attended[:, None], self.bounds, self.sink_size, tables)
 
     def _append(self, valid: torch.Tensor | None, count: int, num_columns: int) -> Append:
-        """Append the last `count` of `num_columns` columns, `valid` ones `[B, count]` alone."""
+        """Append the last `count` of `num_columns` columns, `valid` ones `[B, count]` alone.
+
+        Several attend to the cache as it was, and causally to one another. First where each column goes in
+        its row (`positions`: real tokens in order behind the row's last one, padding behind those), then
+        which of them the window takes, then the counters. In a decode step it asks the device nothing: that
+        is what a captured step replays.
+        """
         if count == 1:
             return self._append_one(valid, num_columns)
-        return self._append_several(valid, count, num_columns)
-
-    def _append_several(self, valid: torch.Tensor | None, count: int, num_columns: int) -> Append:
-        """Append columns that attend to the cache as it was, and causally to one another.
-
-        First where each column goes in its row (`positions`: real tokens in order behind the row's last one,
-        padding behind those), then which of them the window takes, then the counters. In a decode step it
-        asks the device nothing: that is what a captured step replays.
-        """
         lengths, pruned_lengths = self.counters()
         if self.next_valid is None:
             self.make_room(count, self.num_columns + num_columns)
@@ -345,7 +297,7 @@ class RowState:
         new_pruned = torch.where(
             old == 0,
             pruned_after_prefill(new, self.sink_size, self.recent_size),
-            self._pruned_after_append(new, pruned),
+            pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size),
         )
         if valid is not None:
             # A row that gets one token decodes it as it would alone: its flush comes first.
@@ -363,27 +315,11 @@ class RowState:
         placed = Columns(positions.long(), torch.stack([old, attended]), window_columns)
         may_wait = valid is not None and self.next_valid is None
         self.bounds = new.tolist() if may_wait else [length + count for length in self.bounds]
-        return self._make_append(valid, seen, attended[:, None].repeat(1, count), placed)
-
-    def _make_append(
-        self,
-        valid: torch.Tensor | None,
-        seen: torch.Tensor,
-        pruned: torch.Tensor,
-        columns: Columns | None = None,
-    ) -> Append:
-        assert self.tables is not None
-        return Append(valid, seen, pruned, self.bounds, self.sink_size, self.tables, columns)
-
-    def _pruned_after_append(self, new: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
-        return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
+        attended = attended[:, None].repeat(1, count)
+        return Append(valid, seen, attended, self.bounds, self.sink_size, tables, placed)
 
     def crop(self, num_columns: int) -> None:
-        """Drop the last `num_columns` columns.
-
-        Raises:
-            ValueError: If a token among them has been pruned: its dropped channels are gone.
-        """
+        """Drop the last columns, or raise a ValueError if a token among them has been pruned."""
         kept = self.num_columns - num_columns
         padding = self.extended_padding(None, self.num_columns)
         if self.is_split:

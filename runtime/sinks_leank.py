@@ -28,20 +28,10 @@ def dense_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by transformers' SDPA, with sinks.
+    """Attend by transformers' SDPA, with sinks of logits `s_aux` `[H]`, by transformers' name for them.
 
-    Args:
-        module: The attention module, for SDPA's grouped-query settings.
-        query: `[B, H, Q, D]`.
-        key: `[B, H_kv, S, D]`.
-        value: `[B, H_kv, S, D]`.
-        attention_mask: Pairs that are seen `[B, 1, Q, S]`, bool; None: causally, or all by a single query.
-        s_aux: The logits of the sinks `[H]`, by transformers' name for them.
-        scaling: Factor on the other logits; 1/√D if None.
-        **kwargs: Passed on to SDPA.
-
-    Returns:
-        Output `[B, Q, H, D]` and no attention weights.
+    Queries are `[B, H, Q, D]`, keys and values `[B, H_kv, S, D]`; the mask tells which pairs are seen
+    `[B, 1, Q, S]`, None: causally, or all by a single query. Returns `[B, Q, H, D]` and no attention weights.
     """
     num_columns, head_dim = query.shape[2:]
     scaling = head_dim**-0.5 if scaling is None else scaling
@@ -58,19 +48,10 @@ def dense_attention(
 def sinks_beside(
     query: torch.Tensor, sinks: torch.Tensor, key_mean: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the logits of sinks beside keys that lack their mean.
+    """Return the logits of sinks `[H]` beside keys that lack their mean, `[B or 1, H, Q or 1]`.
 
-    A sink's logit is no product with a key. So it falls by what all others fall by, which each query has its
-    own of.
-
-    Args:
-        query: `[B, H, Q, D]`.
-        sinks: `[H]`.
-        key_mean: `[1 or B, H_kv, D]`; None if keys are as they come.
-        scaling: Factor on the other logits.
-
-    Returns:
-        `[B or 1, H, Q or 1]`, at least in fp32.
+    A sink's logit is no product with a key. So it falls by what all others fall by, which each query
+    `[B, H, Q, D]` has its own of. `key_mean` is `[1 or B, H_kv, D]`, None if keys are as they come.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     logits = sinks.to(dtype)[None, :, None]
@@ -86,15 +67,9 @@ def add_sink_token(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Put the token that stands for the sinks before all others, and its channels behind all others.
 
-    Args:
-        query: `[B, H, Q, D]`.
-        key: `[B, H_kv, S, D]`.
-        value: `[B, H_kv, S, D]`.
-        sinks: `[B or 1, H, Q or 1]`.
-        scaling: Factor on the logits.
-
-    Returns:
-        `[B, H, Q, D + 8]`, and twice `[B, H_kv, S + 1, D + 8]`.
+    Queries `[B, H, Q, D]` become `[B, H, Q, D + 8]`, keys and values `[B, H_kv, S, D]`
+    `[B, H_kv, S + 1, D + 8]`; sinks are `[B or 1, H, Q or 1]`, and `scaling` is the factor on logits of other
+    keys.
     """
     logits = sinks.to(torch.promote_types(query.dtype, torch.float32)) / scaling
     high = logits.to(query.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,21 +17,13 @@ from .pages_leank import PageList, PageTables
 
 @dataclass(frozen=True)
 class Split:
-    """A prefill that becomes sink, pruned and recent.
+    """A prefill that becomes sink, pruned and recent."""
 
-    Attributes:
-        order: Columns of each row's real tokens, in order, padding last `[B, n]`; None without padding.
-        lengths: Tokens of every row `[B]`.
-        kept_pages: Row, number in the row and page of every page that is filled `[3, pages]`.
-        window_pages: The same in the window `[3, window_pages]`.
-        tables: Pages of all rows.
-    """
-
-    order: torch.Tensor | None
-    lengths: torch.Tensor
-    kept_pages: torch.Tensor
-    window_pages: torch.Tensor
-    tables: PageTables
+    order: torch.Tensor | None  # columns of each row's tokens, in order, padding last `[B, n]`; None without
+    lengths: torch.Tensor  # tokens of every row `[B]`
+    kept_pages: torch.Tensor  # row, number in the row and page of every page that is filled `[3, pages]`
+    window_pages: torch.Tensor  # the same in the window `[3, window_pages]`
+    tables: PageTables  # pages of all rows
 
     def real_columns(self, num_columns: int) -> torch.Tensor | None:
         """Say which of a prompt's columns are no padding `[B, num_columns]`, bool; None if all are."""
@@ -44,21 +36,13 @@ class Split:
 
 @dataclass(frozen=True)
 class StoredView:
-    """Where stored tokens lie and which of them query columns see; what the plain torch path needs of a step.
+    """Where stored tokens lie and which of them query columns see: what plain torch needs of a step."""
 
-    Attributes:
-        kept: Pages of every row.
-        window: Its window pages.
-        hidden_tokens: Tokens of `kept` that a column does not see `[B, 1, 1, q or 1, n * P]`.
-        hidden_places: Places of `window` that hold no whole token for a column `[B, 1, 1, q or 1, m * P]`.
-        place_tokens: The token of every other place, any token in others `[B, 1, 1, m * P]`.
-    """
-
-    kept: PageList
-    window: PageList
-    hidden_tokens: torch.Tensor
-    hidden_places: torch.Tensor
-    place_tokens: torch.Tensor
+    kept: PageList  # pages of every row
+    window: PageList  # its window pages
+    hidden_tokens: torch.Tensor  # tokens of `kept` that a column does not see `[B, 1, 1, q or 1, n * P]`
+    hidden_places: torch.Tensor  # places of `window` without a whole token for it `[B, 1, 1, q or 1, m * P]`
+    place_tokens: torch.Tensor  # the token of every other place, any token in others `[B, 1, 1, m * P]`
 
 
 def make_view(
@@ -70,16 +54,10 @@ def make_view(
     pruned: torch.Tensor,
     sink_size: int,
 ) -> StoredView:
-    """Say what columns see of pages.
+    """Say what columns that see `seen` tokens, `pruned` ones among them `[B, q]`, see of these pages.
 
-    Args:
-        kept: Pages of every row.
-        window: Its window pages.
-        numbers: Which page of its row every window page holds `[B or 1, m]`, -1 for none.
-        page_sizes: Tokens of a page of both pools.
-        seen: Tokens that a column sees `[B, q]`.
-        pruned: Pruned ones among them `[B, q]`.
-        sink_size: Tokens at the front that are never pruned.
+    `numbers` says which page of its row every window page holds `[B or 1, m]`, -1 for none; `page_sizes` are
+    the tokens of a page of both pools.
     """
     num_tokens = kept.most(len(seen)) * page_sizes[0]
     place = torch.arange(page_sizes[1], device=seen.device)
@@ -107,19 +85,13 @@ def hidden_tokens(
 
 @dataclass(frozen=True)
 class Columns:
-    """Where several new columns go, and what they attend to where they are not stored yet.
+    """Where several new columns go, and what they attend to where they are not stored yet."""
 
-    Attributes:
-        positions: Place of every column in its row `[B, d]`. Padding goes behind the row's tokens, where
-            nothing is read and the next token overwrites it.
-        stored: Tokens of every row that are stored already, and pruned ones among them, as the columns see it
-            `[2, B]`.
-        window_columns: Rows and columns that enter the window `[2, m]`; None: all.
-    """
-
+    # Place of every column in its row `[B, d]`. Padding goes behind the row's tokens, where nothing is read
+    # and the next token overwrites it.
     positions: torch.Tensor
-    stored: torch.Tensor
-    window_columns: torch.Tensor | None
+    stored: torch.Tensor  # tokens of every row that are stored, and pruned ones that columns see `[2, B]`
+    window_columns: torch.Tensor | None  # rows and columns that enter the window `[2, m]`; None: all
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -130,26 +102,17 @@ class Columns:
 
 @dataclass(frozen=True)
 class Append:
-    """Tokens that decoding adds, and what they attend to.
+    """Tokens that decoding adds, and what they attend to."""
 
-    Attributes:
-        valid: Real tokens among the new columns `[B, d]`; None without padding.
-        seen: Tokens of its row that a column sees once all are stored, itself among them; in a column of
-            padding those of the column before `[B, d]`, int32.
-        pruned: Pruned ones among them `[B, d]`, int32.
-        bounds: Upper bound of `seen` in every row (host).
-        sink_size: Tokens at the front that are never pruned.
-        tables: Pages of all rows.
-        columns: Set for several columns; None for one.
-    """
-
-    valid: torch.Tensor | None
+    valid: torch.Tensor | None  # real tokens among the new columns `[B, d]`; None without padding
+    # Tokens of its row that a column sees once all are stored, itself among them; in a column of padding
+    # those of the column before `[B, d]`, int32.
     seen: torch.Tensor
-    pruned: torch.Tensor
-    bounds: Sequence[int]
+    pruned: torch.Tensor  # pruned ones among them `[B, d]`, int32
+    bounds: Sequence[int]  # upper bound of `seen` in every row (host)
     sink_size: int
-    tables: PageTables
-    columns: Columns | None = None
+    tables: PageTables  # pages of all rows
+    columns: Columns | None = None  # set for several columns
     _plans: list[torch.Tensor] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @cached_property
@@ -180,21 +143,13 @@ class Append:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: `num_prefill` columns attend densely, then `num_decode` columns decode.
+    """One forward pass: `num_prefill` columns attend densely, then `num_decode` columns decode."""
 
-    Attributes:
-        start: Columns the cache held before.
-        num_prefill: Columns that belong to the prompt.
-        num_decode: Columns after them.
-        split: Set where the prompt is split in this pass, between the two.
-        append: Set where `num_decode` is not 0.
-    """
-
-    start: int
+    start: int  # columns that the cache held before
     num_prefill: int
     num_decode: int
-    split: Split | None
-    append: Append | None
+    split: Split | None  # set where the prompt is split in this pass, between the two
+    append: Append | None  # set where `num_decode` is not 0
     _copies: dict[torch.device, Step] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -208,20 +163,16 @@ class Step:
         if reference is None or reference.device == device:
             return self
         if device not in self._copies:
-            self._copies[device] = replace(
-                self, split=_moved(self.split, device), append=_moved(self.append, device), _copies={}
-            )
+            split, append = _moved(self.split, device), _moved(self.append, device)
+            self._copies[device] = replace(self, split=split, append=append, _copies={})
         return self._copies[device]
 
 
-_Part = TypeVar("_Part", Split, Append, Columns)
-
-
-def _moved(part: _Part | None, device: torch.device) -> _Part | None:
-    if part is None:
-        return None
-    values = {entry.name: getattr(part, entry.name) for entry in fields(part)}
-    moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
-    if isinstance(part, Append):
-        moved["columns"] = _moved(part.columns, device)
-    return replace(part, **moved)
+def _moved(part: Any, device: torch.device) -> Any:
+    """Return a tensor, or what holds tensors, on a device; anything else as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device)
+    if not isinstance(part, Split | Append | Columns):
+        return part
+    held = {entry.name: getattr(part, entry.name) for entry in fields(part) if entry.init}
+    return type(part)(**{name: _moved(value, device) for name, value in held.items()})

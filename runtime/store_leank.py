@@ -20,28 +20,7 @@ _BESIDE = "_beside"  # of a pool of two tensors the second
 
 
 class ChunkStore:
-    """K and V of one layer, after its prompt was split.
-
-    Nothing moves when tokens are pruned: kept channels of every token lie in `kept_keys` and `values` from
-    the start, dropped channels lie in the window until later tokens overwrite them. Pages that no token has
-    reached are finite.
-
-    Attributes:
-        layout: How the channels are cut into chunks.
-        tables: Pages of the rows in the four pools.
-        kept_keys: As in `StoreTensors`, like the next five.
-        values: Kept channels of V.
-        window_keys: Dropped channels.
-        window_values: Dropped channels of V.
-        chunk_index: Channel of every lane.
-        head_table: Where every head's chunks lie.
-        constants: What keys and values are stored by.
-        kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
-        codecs: The codec of every pool, by its name.
-        dtype: Of keys and values as they come.
-        pools: Names of all tensors that hold pages, those of the window apart.
-        addresses: A new number whenever one of these becomes another tensor.
-    """
+    """K and V of one layer, after its prompt was split. Pages that no token has reached are finite."""
 
     def __init__(
         self,
@@ -52,21 +31,12 @@ class ChunkStore:
         constants: Constants,
         kv_dtype: str = "auto",
     ) -> None:
-        """Allocate an empty store.
-
-        Args:
-            layout: How the channels are cut into chunks.
-            index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32, on the device to use.
-            tables: Pages of the rows.
-            dtype: Of keys and values.
-            constants: What they are stored by.
-            kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
-        """
+        """Allocate an empty store by `index`, every lane's channel `[1 or B, C + C_dropped, E]`, int32."""
         self.layout = layout
         self.chunk_index = index
-        self.tables = tables
-        self.dtype = dtype
-        self.constants = constants
+        self.tables = tables  # pages of the rows in the four pools
+        self.dtype = dtype  # of keys and values as they come
+        self.constants = constants  # what they are stored by
         self.kv_dtype = kv_dtype
         device = index.device
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
@@ -90,8 +60,8 @@ class ChunkStore:
                     size = (sum(runs), rows, tables.page_size, width)
                     setattr(self, name + suffix, torch.zeros(size, dtype=stored, device=device))
                     pools[-1].append(name + suffix)
-        self.pools = pools
-        self.addresses = new_address()
+        self.pools = pools  # names of all tensors that hold pages, those of the window apart
+        self.addresses = new_address()  # another one whenever a tensor becomes another
         tables.on(device)  # now, as it must not be while a step is captured
 
     @property
@@ -111,12 +81,6 @@ class ChunkStore:
             coded or None,
         )
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
-        # Growth makes the pools anew, and nothing else.
-        return is_writable(self.kept_keys) and is_writable(self.head_table)
-
     def copy_memory(self) -> None:
         """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""
         for name, value in vars(self).items():
@@ -127,12 +91,13 @@ class ChunkStore:
         self.addresses = new_address()
 
     def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
-        """Lay pages out as other tables have it; in place where the tables stay and only rows change.
+        """Make writable what is stored, with its pages as these tables have them; in place if they stay.
 
-        Args:
-            tables: The tables; rows have room in them for all tokens.
-            rows: Which of the rows so far become the rows, as `page_sources` takes it; None: the same.
+        `rows` tells which of the rows so far become the rows, as `page_sources` takes it; None: the same.
         """
+        # What inference mode made cannot be written outside it. Growth makes the pools anew, nothing else.
+        if not (is_writable(self.kept_keys) and is_writable(self.head_table)):
+            self.copy_memory()
         if rows is None and tables is self.tables:
             return
         in_place = tables is self.tables
@@ -152,13 +117,7 @@ class ChunkStore:
             tables.on(self.kept_keys.device)
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
-        """Fill the empty store with a prompt.
-
-        Args:
-            keys: Whole prompt `[B, H_kv, S, D]`.
-            values: Whole prompt `[B, H_kv, S, D]`.
-            split: Which columns are tokens, and which pages they fill.
-        """
+        """Fill the empty store with a prompt's keys and values, `[B, H_kv, S, D]` each."""
         # Block by block, so that no second copy of a long prompt's keys exists.
         per_page = keys.shape[1] * keys.shape[3] * self.tables.page_size
         pages_per_block = max(_BLOCK_SIZE // per_page, 1)
@@ -188,13 +147,7 @@ class ChunkStore:
                 pages.copy_(part.view(batch_size, stop - start, size, *part.shape[2:]).transpose(2, 3))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
-        """Add tokens behind each row's last one; there must be room.
-
-        Args:
-            keys: `[B, H_kv, d, D]`, zero at padding.
-            values: `[B, H_kv, d, D]`, zero at padding.
-            append: Where every column goes.
-        """
+        """Add tokens `[B, H_kv, d, D]`, zero at padding, behind each row's last one; there must be room."""
         page, window_page, place = append.places
         columns = None if append.columns is None else append.columns.window_columns
         entering = ... if columns is None else tuple(columns)
@@ -202,35 +155,20 @@ class ChunkStore:
         tokens = keys.transpose(1, 2), values.transpose(1, 2)
         self.tensors.write(*tokens, self.layout, (page, place), window, entering)
 
-    def rounded(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new tokens' keys and values `[B, H_kv, d, D]` as they will be read once they are stored."""
-        read = self.tensors.rounded(keys.transpose(1, 2), values.transpose(1, 2), self.layout)
-        return read[0].transpose(1, 2), read[1].transpose(1, 2)
-
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
-        """Keep rows, see `RowState.select`; in place if the tables stay.
-
-        Args:
-            rows: Which rows, in which order, repeats allowed.
-            tables: Their tables.
-        """
-        if not self.is_writable:
-            self.copy_memory()
+        """Keep rows in this order, repeats allowed, see `RowState.select`; in place if the tables stay."""
         self.move_to(tables, rows)
-        if self.chunk_index.shape[0] > 1:
-            selected = self.chunk_index.index_select(0, rows.to(self.chunk_index.device))
-            if selected.shape == self.chunk_index.shape:
-                self.chunk_index.copy_(selected)
-            else:
-                self.chunk_index = selected
-        if self.constants.is_per_row:
-            taken = self.constants.take(rows.to(self.chunk_index.device))
-            for constant, new in zip(self.constants, taken, strict=True):
-                if constant is not None and new is not None and constant.shape == new.shape:
-                    constant.copy_(new)
-                elif constant is not None:
-                    self.constants = taken
-                    break
+        if len(self.chunk_index) > 1 or self.constants.is_per_row:
+            rows = rows.to(self.chunk_index.device)
+
+        def take(own: torch.Tensor) -> torch.Tensor:
+            if len(own) == 1:
+                return own
+            taken = own.index_select(0, rows)
+            return own.copy_(taken) if taken.shape == own.shape else taken
+
+        self.chunk_index = take(self.chunk_index)
+        self.constants = self.constants.map(take)
 
     def memory(self, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
         """Count bytes, given the tokens of all rows, and those among them in sink or recent."""

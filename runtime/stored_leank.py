@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,38 +21,23 @@ POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
 class StoreTensors(NamedTuple):
     """The memory of one layer and what says how to read it, as append and attention take them.
 
-    A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
-    lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used again.
-    The first dimension of the four pools may be strided.
-
-    Attributes:
-        kept_keys: Kept channels of every token `[pages, C, P, E]`.
-        values: Kept channels of V of every token `[pages, C_values, P, F]`.
-        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
-        window_values: Dropped channels of V `[window_pages, C_dropped_values, P_window, F]`.
-        chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
-        head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
-        page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
-        window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
-        key_mean: What came off every key `[1 or B, H_kv, D]`, fp32; None for nothing. This and the next two
-            are those of `Constants`.
-        key_scale: What stored keys are multiplied by; None: they are what they are.
-        value_scale: The same of V.
-        coded: Where a pool is two tensors, which no kernel takes: by the pool's name its codec, and the
-            tensor beside that of its name `[pages, G, P, 2]`.
+    Token i of a row lies in page i // P of it, at place i % P. The first dimension of the four pools may be
+    strided. `key_mean` and the scales are those of `Constants`.
     """
 
-    kept_keys: torch.Tensor
-    values: torch.Tensor
-    window_keys: torch.Tensor
-    window_values: torch.Tensor
-    chunk_index: torch.Tensor
-    head_table: torch.Tensor
-    page_table: torch.Tensor
-    window_table: torch.Tensor
+    kept_keys: torch.Tensor  # kept channels of every token `[pages, C, P, E]`
+    values: torch.Tensor  # kept channels of V of every token `[pages, C_values, P, F]`
+    window_keys: torch.Tensor  # dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`
+    window_values: torch.Tensor  # those of V `[window_pages, C_dropped_values, P_window, F]`
+    chunk_index: torch.Tensor  # channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`
+    head_table: torch.Tensor  # where every head's chunks lie, `ChunkLayout.head_table`, int32
+    page_table: torch.Tensor  # page of every row's tokens, P at a time, in the first pool `[B, n]`, int32
+    window_table: torch.Tensor  # the same in the window `[B, n_window]`; of meaning where a token is whole
     key_mean: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    # Where a pool is two tensors, which no kernel takes: by the pool's name its codec, and the tensor beside
+    # that of its name `[pages, G, P, 2]`.
     coded: Mapping[str, tuple[Codec, torch.Tensor]] | None = None
 
     @property
@@ -68,11 +54,9 @@ class StoreTensors(NamedTuple):
         return codec, (pool, beside)
 
     def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `pick` takes of a pool: its numbers, without scales per channel.
+        """Return what `pick` takes of a pool's tensors: its numbers, without scales per channel.
 
-        Args:
-            name: The pool's.
-            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        It takes `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
         """
         codec, parts = self.parts(name)
         return codec.read(*map(pick, parts))
@@ -85,16 +69,9 @@ class StoreTensors(NamedTuple):
     def encode(
         self, name: str, states: torch.Tensor, layout: ChunkLayout, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys or values as a pool takes them, beside the tensors it is made of.
+        """Return a pool's tensors `[pages, m, P, n]`, and what they are to hold of tokens `[N, S, m, n]`.
 
-        Args:
-            name: The pool's.
-            states: `[N, S, H_kv, D]`, of N rows, or of pages of these `rows`.
-            layout: How the channels are cut into chunks.
-            rows: See `states`.
-
-        Returns:
-            Tensors of the pool `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
+        Keys or values `[N, S, H_kv, D]` are of N rows, or of pages of these `rows`.
         """
         codec, parts = self.parts(name)
         constants = self.constants if rows is None else self.constants.take(rows)
@@ -121,15 +98,10 @@ class StoreTensors(NamedTuple):
         window_places: tuple[torch.Tensor, torch.Tensor],
         entering: Any = ...,
     ) -> None:
-        """Write tokens to pages, in place.
+        """Write keys and values of N rows, `[N, S, H_kv, D]` each, to pages, in place.
 
-        Args:
-            keys: `[N, S, H_kv, D]`, of N rows; constants and channels are each row's own, or all rows'.
-            values: `[N, S, H_kv, D]`.
-            layout: How the channels are cut into chunks.
-            places: Page of every token, and place in it, each `[N, S]`.
-            window_places: The same in the window, of tokens that enter it.
-            entering: What selects these among all.
+        `places` are the page of every token, and its place there, each `[N, S]`; `window_places` the same in
+        the window, of the tokens that enter it, which `entering` selects.
         """
         regions = zip(POOLS, (places, window_places), (..., entering), strict=True)
         for names, (page, place), which in regions:
@@ -141,11 +113,11 @@ class StoreTensors(NamedTuple):
     def rounded(
         self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
+        """Return tokens' keys and values `[N, H_kv, S, D]` as they will be read once they are stored."""
         if self.coded is None:  # every number is rounded by itself, wherever it will lie
-            key_mean, *scales = (None if own is None else own[:, None] for own in self.constants)
+            key_mean, *scales = (None if own is None else own[:, :, None] for own in self.constants)
             return reread(centre(keys, key_mean), scales[0]), reread(values, scales[1])
-        (num_rows, num_tokens), device = keys.shape[:2], keys.device
+        (num_rows, _, num_tokens, _), device = keys.shape, keys.device
 
         def scratch(pool: torch.Tensor) -> torch.Tensor:
             return pool.new_zeros(num_rows, pool.shape[1], num_tokens, pool.shape[3])
@@ -157,10 +129,10 @@ class StoreTensors(NamedTuple):
         coded = {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
         store = self.map_memory(scratch)
         store = store._replace(page_table=page[:, :1], window_table=page[:, :1], coded=coded)
-        store.write(keys, values, layout, (page, place), (page, place))
+        store.write(keys.transpose(1, 2), values.transpose(1, 2), layout, (page, place), (page, place))
         rows = (StoredRow(store, layout, row, num_tokens, 0, 0).dense(keys.dtype) for row in range(num_rows))
         read_keys, read_values = zip(*rows, strict=True)
-        return torch.stack(read_keys), torch.stack(read_values)
+        return torch.stack(read_keys).transpose(1, 2), torch.stack(read_values).transpose(1, 2)
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""
@@ -174,23 +146,16 @@ def value_index(name: str, layout: ChunkLayout) -> Heads:
     return head_index(chunks)
 
 
+@dataclass(frozen=True, eq=False)
 class StoredRow:
-    """One row of a store, to be read densely.
+    """One row of a store, to be read densely: `length` tokens, `pruned` ones behind the sink among them."""
 
-    Attributes:
-        store: The store.
-        layout: How the channels are cut into chunks.
-        row: The row's number.
-        length: Its tokens.
-        pruned: Pruned ones among them.
-        sink_size: Tokens at the front that are never pruned.
-    """
-
-    def __init__(
-        self, store: StoreTensors, layout: ChunkLayout, row: int, length: int, pruned: int, sink_size: int
-    ) -> None:
-        self.store, self.layout, self.sink_size = store, layout, sink_size
-        self.row, self.length, self.pruned = row, length, pruned
+    store: StoreTensors
+    layout: ChunkLayout
+    row: int
+    length: int
+    pruned: int
+    sink_size: int
 
     @cached_property
     def whole(self) -> torch.Tensor:
@@ -212,15 +177,9 @@ class StoredRow:
         return keys, values
 
     def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what some heads see of K and V, zeros where channels are pruned.
+        """Return what some heads see of K and V `[tokens, heads, D]`, zeros where channels are pruned.
 
-        Args:
-            heads: The layout's `value_heads`, which see all tokens, or its `window_heads`, which see whole
-                ones.
-            dtype: Of the result.
-
-        Returns:
-            Each `[tokens, heads, D]`.
+        The layout's `value_heads` see all tokens, its `window_heads` whole ones.
         """
         layout, see_all = self.layout, heads is self.layout.value_heads
         select = head_index(heads)

@@ -1,4 +1,4 @@
-"""Caches without `generate`: fork and concatenate caches, and attention of one layer by itself.
+"""Caches without `generate`: fork and concatenate caches, and fill one layer by itself.
 
 For evaluations and benchmarks. No checkpoint carries this file; it works on a cache of any checkpoint's code.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from .fp8_leank import as_bytes
 from .pages_leank import page_sources
@@ -30,17 +31,9 @@ def fork(
 ) -> LeanKCache:
     """Return another cache that goes on from the same pending input; the first stays as it is.
 
-    One prefill with `prune="deferred"` serves any number of forks, each with windows and channel masks
-    (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
-
-    Args:
-        cache: The cache.
-        sink_size: Tokens at the start of a row that stay whole; None for the cache's, as below.
-        recent_size: Latest tokens that stay whole.
-        flush_size: Tokens pruned at a time while decoding.
-
-    Raises:
-        ValueError: If the prompt is split already, or a size is too small or too large.
+    One prefill with `prune="deferred"` serves any number of forks, each with windows (by default the cache's)
+    and channel masks (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
+    Raises a ValueError if the prompt is split already, or a size is too small or too large.
     """
     if cache.rows.is_split:
         raise ValueError(
@@ -48,9 +41,9 @@ def fork(
             '`prune="deferred"` and fork it before decoding begins, or use `copy.deepcopy`'
         )
     sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
-    for name, value in sizes.items():
-        if value is not None:
-            check_size(name, value)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in given.items():
+        check_size(name, value)
     shared = [
         tensor
         for layer in cache.pruned_layers
@@ -62,9 +55,7 @@ def fork(
         )
     ]
     forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in shared})
-    for name, value in sizes.items():
-        if value is not None:
-            setattr(forked.rows, name, value)
+    vars(forked.rows).update(given)
     return forked
 
 
@@ -72,34 +63,21 @@ def concatenate(caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCac
     """Make one cache of several, to decode together what was run one prompt at a time.
 
     Layer by layer, so that no more than one layer is held twice. A cache of fewer columns than others counts
-    as padded on the left: pass `position_ids`, and if an attention mask then one that has this padding.
-
-    Args:
-        caches: Caches of one model, whose prompts are all split, or all pending (`deferred`); they are empty
-            afterwards.
-        num_reserved: Columns to allocate for, see `LeanKCache.reserve`; 0 for what is there.
-
-    Returns:
-        A cache with the rows of all, in order.
-
-    Raises:
-        ValueError: If they do not go together, or `num_reserved` is no number of columns.
+    as padded on the left: pass `position_ids`, and if an attention mask then one that has this padding. All
+    prompts are split, or all pending (`deferred`), and the caches are empty afterwards. Caches that do not go
+    together raise a ValueError.
     """
     check_size("num_reserved", num_reserved)
     caches = list(caches)
     _check_joinable(caches)
     first = caches[0]
     joined = copy.copy(first)
-    joined.rows, joined.graph = _join_rows(caches, num_reserved), type(first.graph)(first.use_graphs)
+    joined.rows, joined.graph = _join_rows(caches, num_reserved), type(first.graph)(first.graph.enabled)
+    places = zip(*(cache.pruned_layers for cache in caches), strict=True)
+    others = {number: [cache.layers[number] for cache in caches] for number in first.other_layers}
     joined.set_layers(
-        [
-            _join_layers(parts, joined.rows)
-            for parts in zip(*(cache.pruned_layers for cache in caches), strict=True)
-        ],
-        {
-            number: _join_other_layers([cache.layers[number] for cache in caches])
-            for number in first.other_layers
-        },
+        [_join_layers(layers, joined.rows) for layers in places],
+        {number: _join_other_layers(layers) for number, layers in others.items()},
     )
     for cache in caches:
         cache.reset()
@@ -107,11 +85,7 @@ def concatenate(caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCac
 
 
 def _check_joinable(caches: Sequence[LeanKCache]) -> None:
-    """Check that caches can become one.
-
-    Raises:
-        ValueError: If they cannot; none of them has changed.
-    """
+    """Raise a ValueError if caches cannot become one; none of them has changed."""
     if not caches:
         raise ValueError("there is no cache to concatenate")
     if len({id(cache) for cache in caches}) < len(caches):
@@ -138,6 +112,7 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
 def _place_of(cache: LeanKCache) -> dict[str, object]:
     """Return what caches must have in common apart from their model's masks."""
     rows = cache.rows
+    held = [layer.store.constants if layer.store else layer.model_constants for layer in cache.pruned_layers]
     return {
         "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
         "widths": [layer.layout.widths for layer in cache.pruned_layers],
@@ -145,6 +120,7 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
         "chunk sizes": [(layer.layout.chunk_size, layer.layout.value_chunk) for layer in cache.pruned_layers],
         "dtypes": [layer.dtype for layer in cache.pruned_layers],
         "kv_dtype": cache.kv_dtype,
+        "constants": [[name for name, own in each._asdict().items() if own is not None] for each in held],
         "devices": [layer.device for layer in cache.pruned_layers],
     }
 
@@ -166,18 +142,14 @@ def _join_rows(caches: Sequence[LeanKCache], num_reserved: int) -> RowState:
         joined.bounds = [length for part in parts for length in part.bounds]
         joined.tables = joined.lay_out(joined.bounds, max(num_reserved - joined.num_columns, 0))
     if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
-        rows = zip(parts, sizes, strict=True)
-        joined.padding = torch.cat(
-            [_left_padded(part, joined.num_columns, size, device) for part, size in rows]
-        )
+        paddings = []
+        for part, size in zip(parts, sizes, strict=True):
+            padding = part.extended_padding(None, part.num_columns)
+            if padding is None:
+                padding = torch.ones(size, part.num_columns, dtype=torch.bool)
+            paddings.append(pad(padding.to(device), (joined.num_columns - part.num_columns, 0)))
+        joined.padding = torch.cat(paddings)
     return joined
-
-
-def _left_padded(rows: RowState, num_columns: int, batch_size: int, device: torch.device) -> torch.Tensor:
-    padding = rows.extended_padding(None, rows.num_columns)
-    if padding is None:
-        padding = torch.ones(batch_size, rows.num_columns, dtype=torch.bool)
-    return torch.nn.functional.pad(padding.to(device), (num_columns - rows.num_columns, 0))
 
 
 def _join_layers(layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
@@ -186,37 +158,27 @@ def _join_layers(layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
     joined = copy.copy(first)
     joined.rows, joined.num_columns, joined.kernels = rows, rows.num_columns, None
     sizes = [layer.batch_size or 0 for layer in layers]
-    masks = [layer.channel_mask.cpu() for layer in layers]
-    per_row = any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks)
-    joined.channel_mask = _cat_rows(masks, sizes) if per_row else masks[0]
+    joined.channel_mask = _join_own([layer.channel_mask.cpu() for layer in layers], sizes)
     pending = [layer.pending for layer in layers if layer.pending is not None]
     if pending:
         keys, values = (_cat_left_padded(parts, rows.num_columns) for parts in zip(*pending, strict=True))
         joined.pending = keys, values
     else:
         stores = [layer.store for layer in layers if layer.store is not None]
-        indices = [store.chunk_index for store in stores]
-        joined.store = _join_stores(stores, _cat_rows(indices, sizes) if per_row else indices[0], rows, sizes)
+        joined.store = _join_stores(stores, rows, sizes)
     for layer in layers:
         layer.pending = layer.store = None
     return joined
 
 
-def _join_stores(
-    stores: Sequence[ChunkStore], index: torch.Tensor, rows: RowState, sizes: Sequence[int]
-) -> ChunkStore:
-    """Return a store with the rows of several of one layout, window size, dtype and device, in order.
-
-    Args:
-        stores: The stores.
-        index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
-        rows: Those of the result.
-        sizes: Rows of each store.
-    """
+def _join_stores(stores: Sequence[ChunkStore], rows: RowState, sizes: Sequence[int]) -> ChunkStore:
+    """Return a store with the rows of several of one layout, window size, dtype and device, in order."""
     first, tables = stores[0], rows.tables
     assert tables is not None
-    held = zip(*(store.constants for store in stores), strict=True)
-    constants = type(first.constants)(*(_join_constant(parts, sizes) for parts in held))
+    index = _join_own([store.chunk_index for store in stores], sizes)
+    held: Any = zip(*(store.constants for store in stores), strict=True)
+    joint = (None if parts[0] is None else _join_own(parts, sizes) for parts in held)
+    constants = type(first.constants)(*joint)
     joined = type(first)(first.layout, index, tables, first.dtype, constants, first.kv_dtype)
     row, pages = 0, [0, 0]
     for store, size in zip(stores, sizes, strict=True):
@@ -228,16 +190,6 @@ def _join_stores(
             pages[place] = span.stop
         row += size
     return joined
-
-
-def _join_constant(parts: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
-    """Join a constant of so many rows each; one that all have in common stays one for all rows."""
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    if all(len(part) == 1 and torch.equal(part, present[0]) for part in present):
-        return present[0]
-    return _cat_rows(present, sizes)
 
 
 def _join_other_layers(parts: Sequence[Any]) -> Any:
@@ -261,31 +213,24 @@ def _join_other_layers(parts: Sequence[Any]) -> Any:
     return joined
 
 
-def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """Join what is per row `[1 or B, m, n]`, of so many rows each."""
+def _join_own(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Join `[1 or B, m, n]` of so many rows each; what all rows have in common stays one for all."""
+    if all(len(part) == 1 and torch.equal(part, parts[0]) for part in parts):
+        return parts[0]
     return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
 
 
 def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:
     """Join `[B, H, S, D]` by rows, with zeros before each that has fewer than `num_columns` columns."""
-    return torch.cat(
-        [torch.nn.functional.pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts]
-    )
+    return torch.cat([pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts])
 
 
 def fill_layer(cache: LeanKCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Put a whole prompt into one layer without a model, and split it at once, whatever `prune` says.
 
-    Layers filled one after the other before anything is decoded take prompts of one shape.
-
-    Args:
-        cache: The cache.
-        layer_idx: An empty layer.
-        keys: Keys after rotary embedding, without padding `[B, H_kv, S, D]`.
-        values: `[B, H_kv, S, D]`.
-
-    Raises:
-        ValueError: If the layer holds tokens, or keys and values do not fit it.
+    Keys, after rotary embedding, and values are `[B, H_kv, S, D]`, without padding. Layers filled one after
+    the other before anything is decoded take prompts of one shape. A layer that holds tokens, or that they do
+    not fit, raises a ValueError.
     """
     layer: LeanKLayer = cache.layers[layer_idx]
     rows, (batch_size, _, num_columns, _) = cache.rows, keys.shape
@@ -301,43 +246,3 @@ def fill_layer(cache: LeanKCache, layer_idx: int, keys: torch.Tensor, values: to
     layer.extend_pending(keys, values)
     layer.num_columns = num_columns
     layer.split(step)
-
-
-def decode_layer(
-    cache: LeanKCache,
-    layer_idx: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    softmax_scale: float | None = None,
-) -> torch.Tensor:
-    """Append one token to one pruned layer without a model, and attend with it, attention sinks left out.
-
-    Args:
-        cache: The cache.
-        layer_idx: A layer that is split, see `fill_layer`.
-        query: `[B, H, 1, D]`.
-        key: `[B, H_kv, 1, D]`.
-        value: `[B, H_kv, 1, D]`.
-        softmax_scale: Factor on the logits; 1/√D if None.
-
-    Returns:
-        `[B, H, 1, D]`.
-
-    Raises:
-        ValueError: If the layer is not split, or there is more than one token.
-    """
-    layer: LeanKLayer = cache.layers[layer_idx]
-    if layer.store is None or query.shape[2] != 1:
-        state = "holds no pruned prompt" if layer.store is None else "is given one token at a time"
-        raise ValueError(
-            f"layer {layer_idx} {state}, here {query.shape[2]} tokens are to be decoded; fill it with "
-            "`fill_layer`, or run a model on this cache"
-        )
-    step = cache.rows.step(layer.num_columns, query.shape[0], 1, None, query.device)
-    layer.num_columns += 1
-    return layer.decode(query, key, value, step, _scale_of(query, softmax_scale))
-
-
-def _scale_of(query: torch.Tensor, softmax_scale: float | None) -> float:
-    return float(query.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale

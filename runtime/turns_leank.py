@@ -37,23 +37,12 @@ def attend_turn(
     sinks: torch.Tensor | None = None,
     kernels: DecodeKernels | None = None,
 ) -> torch.Tensor:
-    """Attend to what is stored, and causally to new tokens that are not stored yet.
+    """Attend to what is stored, and causally to new tokens that are not stored yet: `[B, H, d, D]`.
 
-    Args:
-        query: `[B, H, d, D]`.
-        new_keys: Keys of the query tokens themselves, as they will be stored, all channels `[B, H_kv, d, D]`.
-        new_values: Their V `[B, H_kv, d, D]`.
-        new_valid: Real tokens among them `[B, d]`, bool; None if all are.
-        store: What is stored.
-        stored: Tokens of every row in the store, and pruned ones among them.
-        layout: How the layer's channels are cut into chunks.
-        sink_size: Tokens at the front that are never pruned.
-        softmax_scale: Factor on the logits.
-        sinks: Logits of the heads' attention sinks `[H]`; None without any.
-        kernels: What copies rows, of the store's and the query's dtype; None is plain torch.
-
-    Returns:
-        `[B, H, d, D]` in the dtype of `query`; zeros for padding.
+    Queries are `[B, H, d, D]`; keys and values of the same tokens, as they will be stored, `[B, H_kv, d, D]`,
+    and `new_valid` `[B, d]` tells which are real, None: all. `stored` counts every row's tokens in the store,
+    and pruned ones among them. Logits of attention sinks are `[H]`. `kernels` copy rows; None is plain torch.
+    The result is zero for padding.
     """
     dtype = torch.promote_types(query.dtype, new_keys.dtype)
     grouped = query.to(dtype).view(query.shape[0], len(layout.widths), -1, *query.shape[2:])
@@ -126,16 +115,9 @@ def with_new(
     new_values: torch.Tensor,
     kernels: DecodeKernels | None,
 ) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
-    """Yield heads, and K and V of all tokens that these see, new ones last.
+    """Yield heads, and K and V of all tokens that these see, new ones last, `[R, n, heads, D]` each.
 
-    Args:
-        cached: R rows with equally many tokens.
-        new_keys: `[R, H_kv, d, D]`.
-        new_values: `[R, H_kv, d, D]`.
-        kernels: What copies rows; None is plain torch.
-
-    Yields:
-        What selects the heads, their K and V, each `[R, n, heads, D]`.
+    The R cached rows have equally many tokens; new keys and values are `[R, H_kv, d, D]`.
     """
     layout = cached[0].layout
     for heads in (layout.value_heads, layout.window_heads):

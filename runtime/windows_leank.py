@@ -12,22 +12,12 @@ MAX_SIZE = 1 << 24
 
 @dataclass(frozen=True)
 class Windows:
-    """Window sizes, and when to prune.
+    """Window sizes, and when to prune; what is no number of tokens, or no mode, raises a ValueError."""
 
-    Attributes:
-        sink_size: Tokens at the start of a row that keep every channel.
-        recent_size: Latest tokens that keep every channel.
-        flush_size: Tokens that leave the recent window at a time while decoding.
-        prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
-
-    Raises:
-        ValueError: If a size is no number of tokens, or the mode is not known.
-    """
-
-    sink_size: int = 128
-    recent_size: int = 1024
-    flush_size: int = 32
-    prune: str = "eager"
+    sink_size: int = 128  # tokens at the start of a row that keep every channel
+    recent_size: int = 1024  # latest tokens that keep every channel
+    flush_size: int = 32  # tokens that leave the recent window at a time while decoding
+    prune: str = "eager"  # prompt tokens: `eager` after every forward, `deferred` when decoding begins
 
     def __post_init__(self) -> None:
         """Check all four."""
@@ -46,13 +36,18 @@ class Windows:
         return self.sink_size + self.recent_size + self.flush_size
 
 
-def check_prune(value: object, origin: str) -> str:
-    """Return a prune mode, or raise a ValueError that names where it came from."""
-    if not isinstance(value, str) or value not in PRUNE_MODES:
+def check_choice(value: object, choices: tuple[str, ...], origin: str) -> str:
+    """Return one of these choices, or raise a ValueError that names where it came from."""
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(
-            f"{origin} is {reprlib.repr(value)}, not one of {', '.join(f'`{mode}`' for mode in PRUNE_MODES)}"
+            f"{origin} is {reprlib.repr(value)}, not one of {', '.join(f'`{choice}`' for choice in choices)}"
         )
     return value
+
+
+def check_prune(value: object, origin: str) -> str:
+    """Return a prune mode, or raise a ValueError that names where it came from."""
+    return check_choice(value, PRUNE_MODES, origin)
 
 
 def check_size(name: str, value: object, origin: str = "`") -> None:

@@ -201,7 +201,7 @@ class FilledLayer:
 
         Keys lack their mean where the cache takes one off, all of them.
         """
-        rounded: tuple[Tensor, Tensor] = self._store.rounded(keys, values)
+        rounded: tuple[Tensor, Tensor] = self._store.tensors.rounded(keys, values, self._store.layout)
         return rounded
 
     def attend(self) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime.tools import concatenate, decode_layer, fill_layer, fork
+from runtime.tools import concatenate, fill_layer, fork
 from tests.runtime.tiny_inputs import WIDTHS, ids
 
 LENGTHS = [20, 33, 5]
@@ -38,6 +38,8 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, 
     other = prefilled(model_pair(some_masks(WIDTHS, seed=1)).leank)[0]
     wider = prefilled(model_pair(some_masks(WIDTHS), recent=9).leank)[0]
     double = prefilled(copy.deepcopy(model).double())[0]
+    centred = copy.deepcopy(model)
+    centred.key_means = [torch.ones(1, 3, 16) for _ in model.model.layers]
     (pending,) = prefilled(model, [20], prune="deferred")
     for caches, message in (
         ([], "there is no cache"),
@@ -48,6 +50,7 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, 
         ([first, other], "cache 1 is of a model that keeps other channels"),
         ([first, wider], r"cache 1 has window sizes \(3, 9, 4\), cache 0 has \(3, 6, 4\)"),
         ([first, double], r"cache 1 has dtypes .*float64"),
+        ([first, prefilled(centred)[0]], r"cache 1 has constants \[\['key_mean'\].*, cache 0 has \[\[\], "),
     ):
         with pytest.raises(ValueError, match=message):
             concatenate(caches)
@@ -78,35 +81,28 @@ def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_layers_are_filled_and_decoded_without_a_model(prune, model):
-    """As the attention function fills and decodes them."""
+def test_layers_are_filled_without_a_model(prune, model):
+    """As the attention function fills them."""
     cache, expected = model.build_cache(prune), model.build_cache()
     keys, values, queries = states(31, 3, 0), states(31, 3, 1), states(31, 6, 2)
     attention = model.model.layers[0].self_attn
     for layer in range(2):
         fill_layer(cache, layer, keys[:, :, :30], values[:, :, :30])
-    outputs = [
-        decode_layer(cache, layer, *(t[:, :, 30:] for t in (queries, keys, values))) for layer in (0, 1)
-    ]
-    for part in (slice(0, 30), slice(30, 31)):
+    outputs = []
+    for caches, part in (([expected], slice(0, 30)), ([cache, expected], slice(30, 31))):
         for layer in range(2):
-            handle, _ = expected.layers[layer].update(keys[:, :, part], values[:, :, part])
-            out, _ = handle.attend(attention, queries[:, :, part], None)
-            if part.start:
-                assert torch.equal(outputs[layer], out.transpose(1, 2))
+            handles = [own.layers[layer].update(keys[:, :, part], values[:, :, part])[0] for own in caches]
+            outputs += [handle.attend(attention, queries[:, :, part], None)[0] for handle in handles]
+    assert torch.equal(outputs[2], outputs[3]) and torch.equal(outputs[4], outputs[5])
     assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
 
 
 def test_layers_are_filled_only_where_they_are_empty(model):
     cache, keys = model.build_cache(), states(30, 3, 0)
-    with pytest.raises(ValueError, match="holds no pruned prompt"):
-        decode_layer(cache, 0, states(1, 6, 0), keys[:, :, :1], keys[:, :, :1])
     fill_layer(cache, 0, keys, keys)
     with pytest.raises(ValueError, match="layer 0 holds 30 columns, only an empty one is filled"):
         fill_layer(cache, 0, keys, keys)
     with pytest.raises(ValueError, match="given 2 rows of 29 columns, another layer holds 2 of 30"):
         fill_layer(cache, 1, keys[:, :, 1:], keys[:, :, 1:])
-    with pytest.raises(ValueError, match="is given one token at a time, here 2"):
-        decode_layer(cache, 0, states(2, 6, 0), keys[:, :, :2], keys[:, :, :2])
     with pytest.raises(ValueError, match="heads"):
         fill_layer(model.build_cache(), 0, keys[:, :2], keys[:, :2])

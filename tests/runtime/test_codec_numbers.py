@@ -12,7 +12,7 @@ from bin.baselines.int4 import quantise as emulate
 from runtime.codec_leank import Int4
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
-from runtime.tools import concatenate, decode_layer, fill_layer
+from runtime.tools import concatenate, fill_layer
 from tests.runtime.conversation import NUMBERS, in_eight_bits
 from tests.runtime.tiny_inputs import ids
 
@@ -124,7 +124,8 @@ def test_what_is_not_finite_stays_in_its_row(codec, coded_pair):
         cache = model.build_cache(kv_dtype=codec)
         fill_layer(cache, 0, keys, values)
         new = [x[:, :, :1] for x in states]
-        outputs.append(decode_layer(cache, 0, new[2].repeat_interleave(2, 1), *new[:2]))
+        handle, _ = cache.layers[0].update(*new[:2])
+        outputs.append(handle.attend(None, new[2].repeat_interleave(2, 1), None)[0])
     assert torch.equal(outputs[0][0], outputs[1][0]) and outputs[1][1].isnan().any()
 
 

@@ -152,7 +152,7 @@ def test_after_a_change_steps_are_captured_anew(what, model, changed):
         "rows in another order": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
         "copied memory": lambda cache: cache.layers[1].store.copy_memory(),
         "weights": lambda cache: setattr(layer.mlp, "up_proj", other),
-        "their memory": lambda cache: setattr(weight, "data", weight * 2) if cache.use_graphs else None,
+        "their memory": lambda cache: setattr(weight, "data", weight * 2) if cache.graph.enabled else None,
     }[what]
     cache = changed(change, 2 if what == "more rows" else 3)
     assert cache.graph.num_captures == (1 if what == "rows in another order" else 2)
@@ -249,10 +249,10 @@ class TestFailure:
 def test_graphs_can_be_switched_off_and_on(graphs, model):
     cache = model.build_cache()
     feed_turns(model, cache, [15, 1, 1, 1])
-    cache.use_graphs = False
+    cache.graph.enabled = False
     step(model, cache)
     assert (cache.graph.num_replays, cache.graph.why_eager) == (2, "`use_graphs` is off")
-    cache.use_graphs = True
+    cache.graph.enabled = True
     step(model, cache)
     assert cache.graph.num_replays == 3
 
