@@ -106,7 +106,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
         widths=widths,
         channel_masks=channel_masks,
         value_widths=_read_value_widths(block.get("value_widths"), widths, head_dim),
-        windows=Windows(*(block[key] for key in sizes), prune=prune),
+        windows=Windows(**{key: block[key] for key in sizes}, prune=prune),
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
         has_key_mean="key_mean" in block,
