@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
+from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError, cut, first_line, shorten
 from leank_convert.files import open_file
-from leank_convert.recipe import Problem, Recipe
-from leank_convert.recipe_problems import judge, refuse
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_problems import MOST, Problem, describe, find_obstacles, refuse
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -130,20 +131,23 @@ def parse_recipe(
         key, equals, value = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
-            problems.append(Problem(f"`{shorten(change)}` is not of the form `key=value`", (key,)))
+            problems.append((f"`{shorten(change)}` is not of the form `key=value`", None))
             continue
         try:
             _write_key(document, key, parse_yaml(value))
             origins[key] = change
         except ValueError as error:
-            problems.append(Problem(f"`{shorten(change)}`: the value is not YAML: {error}", (key,)))
+            problems.append((f"`{shorten(change)}`: the value is not YAML: {error}", None))
     for key, flag in flags.items():
         option = f"--{key.rpartition('.')[2].replace('_', '-')}"
         _write_key(document, key, flag)
         origins[key] = option
         changes.append(f"--set {key}={json.dumps(flag)}")  # which is YAML, too, and can be read again
-    recipe, found = judge(document, origins, training=training)
-    problems += found
+    try:
+        recipe = Recipe.model_validate(document)
+        problems += find_obstacles(recipe) if training else ()
+    except ValidationError as error:
+        problems += itertools.islice(describe(error, origins), MOST + 1)
     if problems:
         raise refuse(name, problems)
     if changes and not text.endswith("\n"):
