@@ -40,37 +40,22 @@ MAX_SIZES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What conversion needs to know of a model, all of it from its config.json.
+    """What conversion needs to know of a model, all of it from its config.json."""
 
-    Attributes:
-        model_type: A key of `ARCHITECTURES`.
-        num_hidden_layers: All layers.
-        layers: Numbers of those with full attention, L of them, which are pruned.
-        window: Tokens that a query sees in a layer with a sliding window, 0 in a model without such.
-        num_attention_heads: H.
-        num_key_value_heads: H_kv.
-        head_dim: D, which need not be `hidden_size / num_attention_heads`.
-        hidden_size: Width of the residual stream.
-        max_position_embeddings: Tokens of the longest sequence that it is made for.
-        rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
-        tie_word_embeddings: Whether the head shares the embedding's weight.
-        dtype: The config's dtype, such as `bfloat16`, or None where it names none.
-        config: What they were read from.
-    """
-
-    model_type: str
-    num_hidden_layers: int
-    layers: tuple[int, ...]
-    window: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-    max_position_embeddings: int
+    model_type: str  # a key of `ARCHITECTURES`
+    num_hidden_layers: int  # all layers
+    layers: tuple[int, ...]  # numbers of those with full attention, L of them, which are pruned
+    window: int  # tokens that a query sees in a layer with a sliding window, 0 in a model without such
+    num_attention_heads: int  # H
+    num_key_value_heads: int  # H_kv
+    head_dim: int  # D, which need not be `hidden_size / num_attention_heads`
+    hidden_size: int  # width of the residual stream
+    max_position_embeddings: int  # tokens of the longest sequence that it is made for
+    # In transformers 5's form, with `rope_type` and `rope_theta` always there.
     rope_parameters: dict[str, Any]
-    tie_word_embeddings: bool
-    dtype: str | None
-    config: Mapping[str, object] = field(repr=False, compare=False)
+    tie_word_embeddings: bool  # whether the head shares the embedding's weight
+    dtype: str | None  # the config's dtype, such as `bfloat16`, or None where it names none
+    config: Mapping[str, object] = field(repr=False, compare=False)  # what they were read from
 
     @property
     def is_mixed(self) -> bool:

@@ -88,20 +88,13 @@ LOADING_KEYS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder whose headers have been read and checked.
-
-    Attributes:
-        folder: The folder.
-        config: The parsed config.json.
-        shards: The shards' headers by file name, in the order of the index.
-        index: The parsed index, None for a single file.
-        whole: The `model_type` of a larger model, whose text model this is; None for a model of its own.
-    """
+    """A model folder whose headers have been read and checked."""
 
     folder: Path
-    config: Mapping[str, Any]
-    shards: Mapping[str, SafetensorsHeader]
-    index: Mapping[str, Any] | None
+    config: Mapping[str, Any]  # the parsed config.json
+    shards: Mapping[str, SafetensorsHeader]  # the shards' headers by file name, in the order of the index
+    index: Mapping[str, Any] | None  # the parsed index, None for a single file
+    # The `model_type` of a larger model, whose text model this is; None for a model of its own.
     whole: str | None = None
 
     @property

@@ -16,15 +16,10 @@ _Model = TypeVar("_Model", bound="BaseModel")
 
 @dataclass(frozen=True)
 class Fields:
-    """The values of one JSON object.
+    """The values of one JSON object."""
 
-    Attributes:
-        values: By key.
-        origin: Where they stand, for messages.
-    """
-
-    values: Mapping[str, object]
-    origin: str
+    values: Mapping[str, object]  # by key
+    origin: str  # where they stand, for messages
 
     def whole_number(self, key: str, least: int, most: int) -> int:
         """An integer within bounds, both included.

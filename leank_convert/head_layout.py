@@ -22,15 +22,10 @@ _LENGTH = 32768  # of the row that stands for all
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How the KV heads of every layer are ordered in a checkpoint.
+    """How the KV heads of every layer are ordered in a checkpoint."""
 
-    Attributes:
-        head_permutation: `[layer][new] = old`, KV heads.
-        widths: Kept channels `[layer][new]`, ascending within a layer.
-    """
-
-    head_permutation: tuple[tuple[int, ...], ...]
-    widths: tuple[tuple[int, ...], ...]
+    head_permutation: tuple[tuple[int, ...], ...]  # `[layer][new] = old`, KV heads
+    widths: tuple[tuple[int, ...], ...]  # kept channels `[layer][new]`, ascending within a layer
 
 
 def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
@@ -54,24 +49,16 @@ def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
 
 @dataclass(frozen=True)
 class BytesPerToken:
-    """Bytes per cached token, over all layers and heads.
+    """Bytes per cached token, over all layers and heads."""
 
-    Attributes:
-        key_dense: K of a token in the dense model.
-        value_dense: V of the same.
-        key_pruned: K of a token in the pruned region: each head's kept channels.
-        value_pruned: V of the same: each head's kept directions; where V is not pruned whole, or nothing for
-            a head of width 0.
-        key_window: K of a token in the sink or the recent window: every channel.
-        value_window: V of the same.
-    """
-
-    key_dense: int
-    value_dense: int
-    key_pruned: int
+    key_dense: int  # K of a token in the dense model
+    value_dense: int  # V of the same
+    key_pruned: int  # K of a token in the pruned region: each head's kept channels
+    # V of the same: each head's kept directions; where V is not pruned whole, or nothing for a head of width
+    # 0.
     value_pruned: int
-    key_window: int
-    value_window: int
+    key_window: int  # K of a token in the sink or the recent window: every channel
+    value_window: int  # V of the same
 
     @property
     def removed(self) -> tuple[float, float]:
@@ -138,15 +125,10 @@ def count_cache_bytes(
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of K and V of a row of tokens, all layers together.
+    """Bytes of K and V of a row of tokens, all layers together."""
 
-    Attributes:
-        dense: In the dense model.
-        pruned: In a checkpoint of it.
-    """
-
-    dense: int
-    pruned: int
+    dense: int  # in the dense model
+    pruned: int  # in a checkpoint of it
 
 
 def count_row_bytes(

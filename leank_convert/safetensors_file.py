@@ -43,19 +43,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file holds, without its data.
-
-    Attributes:
-        path: The file.
-        tensors: By name, in the order of their bytes.
-        metadata: The file's `__metadata__`.
-        data_start: Where the tensors' bytes begin in the file.
-    """
+    """What a file holds, without its data."""
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
-    data_start: int
+    tensors: Mapping[str, TensorInfo]  # by name, in the order of their bytes
+    metadata: Mapping[str, str]  # the file's `__metadata__`
+    data_start: int  # where the tensors' bytes begin in the file
 
     @property
     def num_data_bytes(self) -> int:

@@ -59,19 +59,12 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
 
 @dataclass(frozen=True)
 class AnalysisReport:
-    """The analysis of a mask, as a person or a program reads it.
-
-    Attributes:
-        mask: The mask.
-        analysis: The distribution of its channels.
-        measured: Statistics of its model, None if nothing was measured.
-        origin: What the user called the mask.
-    """
+    """The analysis of a mask, as a person or a program reads it."""
 
     mask: ChannelMask
-    analysis: MaskAnalysis
-    measured: Measurement | None
-    origin: str
+    analysis: MaskAnalysis  # the distribution of its channels
+    measured: Measurement | None  # statistics of its model, None if nothing was measured
+    origin: str  # what the user called the mask
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:

@@ -19,23 +19,14 @@ _WORDS_PER_TELEGRAM = (16, 32)
 
 @dataclass
 class Draft:
-    """Facts, independent questions on them, and answers; how much stands between the facts is open.
+    """Facts, independent questions on them, and answers; how much stands between the facts is open."""
 
-    Attributes:
-        opening: What the document begins with.
-        facts: Each with its place, as a fraction of the way through the filler.
-        questions: What follows the document, each in a prompt of its own.
-        answers: One a question.
-        filler: Lines or sentences to strew the facts over, without end.
-        separator: What stands between these.
-    """
-
-    opening: str
-    facts: Sequence[tuple[float, str]]
-    questions: Sequence[str]
-    answers: Sequence[str]
-    filler: Iterator[str]
-    separator: str = " "
+    opening: str  # what the document begins with
+    facts: Sequence[tuple[float, str]]  # each with its place, as a fraction of the way through the filler
+    questions: Sequence[str]  # what follows the document, each in a prompt of its own
+    answers: Sequence[str]  # one a question
+    filler: Iterator[str]  # lines or sentences to strew the facts over, without end
+    separator: str = " "  # what stands between these
     _taken: list[str] = field(default_factory=list)
 
     def prompts(self, num_lines: int) -> list[str]:

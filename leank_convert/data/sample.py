@@ -37,15 +37,10 @@ _CLOCK = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question on a sample's context, with its answer.
+    """One question on a sample's context, with its answer."""
 
-    Attributes:
-        input_ids: What follows the shared prefix, int64 [N]: the rest of the prompt, then the answer.
-        answer_start: Place of the first answer token in it; 0 where the whole prompt is the prefix.
-    """
-
-    input_ids: Tensor
-    answer_start: int
+    input_ids: Tensor  # what follows the shared prefix, int64 [N]: the rest of the prompt, then the answer
+    answer_start: int  # place of the first answer token in it; 0 where the whole prompt is the prefix
 
 
 @dataclass(frozen=True)
@@ -55,16 +50,11 @@ class TrainingSample:
     The prefix and a question's tokens are together exactly what the tokenizer makes of a prompt that holds
     this question alone, and of its answer. The end-of-turn token is not part of it: it is what the answer's
     last token predicts, and generation never feeds it, so no query of it is to be trained.
-
-    Attributes:
-        task: The task it was drawn from.
-        prefix_ids: What all prompts begin with, int64 [P], P >= 1; of one question, its whole prompt.
-        questions: One or more, each blind to the others.
     """
 
-    task: str
-    prefix_ids: Tensor
-    questions: tuple[Question, ...]
+    task: str  # the task it was drawn from
+    prefix_ids: Tensor  # what all prompts begin with, int64 [P], P >= 1; of one question, its whole prompt
+    questions: tuple[Question, ...]  # one or more, each blind to the others
 
     @property
     def num_tokens(self) -> int:

@@ -28,21 +28,17 @@ OBSERVATION_WINDOW = 32
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Statistics of one prompt, float32 on the CPU.
+    """Statistics of one prompt, float32 on the CPU."""
 
-    Attributes:
-        channel_norms: The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T||
-            in the Frobenius norm, Q the last 32 queries, K all keys; the mean over a KV head's G query heads
-            [L, H_kv, D].
-        high_frequency_ratio: The paper's w_hf (section "High Frequency Ratio of Each Head"): ||q_high
-            K_high^T|| / ||q K^T||, q the prompt's last query, "high" the faster half of the RoPE pairs; one
-            ratio over the G query heads, whose logits are stacked [L, H_kv].
-        product_magnitudes: The mean over tokens and the G query heads of |q_i k_i|, each token's query with
-            its own key [L, H_kv, D].
-    """
-
+    # The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T|| in the Frobenius
+    # norm, Q the last 32 queries, K all keys; the mean over a KV head's G query heads [L, H_kv, D].
     channel_norms: Tensor
+    # The paper's w_hf (section "High Frequency Ratio of Each Head"): ||q_high K_high^T|| / ||q K^T||, q the
+    # prompt's last query, "high" the faster half of the RoPE pairs; one ratio over the G query heads, whose
+    # logits are stacked [L, H_kv].
     high_frequency_ratio: Tensor
+    # The mean over tokens and the G query heads of |q_i k_i|, each token's query with its own key [L, H_kv,
+    # D].
     product_magnitudes: Tensor
 
 

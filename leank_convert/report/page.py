@@ -104,19 +104,13 @@ def rows_height(num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with one figure below it, which is drawn for the page and again for a PNG.
+    """A heading with one figure below it, which is drawn for the page and again for a PNG."""
 
-    Attributes:
-        heading: As text.
-        name: What the ids within the figure begin with; no other section of the page may have it.
-        draw: Makes the figure; matplotlib's style is set meanwhile, whatever the user's own is.
-        caption: As text.
-    """
-
-    heading: str
-    name: str
+    heading: str  # as text
+    name: str  # what the ids within the figure begin with; no other section of the page may have it
+    # Makes the figure; matplotlib's style is set meanwhile, whatever the user's own is.
     draw: Callable[[], Figure]
-    caption: str
+    caption: str  # as text
 
     def to_html(self) -> str:
         """The section as part of a page."""

@@ -41,29 +41,18 @@ _LONGEST_SECONDS = 20
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run before it begins.
+    """A run before it begins."""
 
-    Attributes:
-        model: What the user called it.
-        facts: Its shape.
-        recipe: What will be trained.
-        processes: How many share a step's contexts.
-        device: The GPU's name, or the device's.
-        memory: Bytes on each GPU, as `count_bytes` gives them.
-        tokens: Of a context of mean length, with all questions and answers.
-        seconds_per_context: Of a context of that length, as measured; None where it was not.
-        why_unmeasured: Why not.
-    """
-
-    model: str
-    facts: ModelFacts
-    recipe: Recipe
-    processes: int
-    device: str
-    memory: Mapping[str, Any]
-    tokens: float
+    model: str  # what the user called it
+    facts: ModelFacts  # its shape
+    recipe: Recipe  # what will be trained
+    processes: int  # how many share a step's contexts
+    device: str  # the GPU's name, or the device's
+    memory: Mapping[str, Any]  # bytes on each GPU, as `count_bytes` gives them
+    tokens: float  # of a context of mean length, with all questions and answers
+    # Of a context of that length, as measured; None where it was not.
     seconds_per_context: float | None = None
-    why_unmeasured: str | None = None
+    why_unmeasured: str | None = None  # why not
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the time of all steps is that of the process that has most contexts of each."""

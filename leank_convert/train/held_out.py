@@ -65,21 +65,13 @@ _JUMP = 100.0
 
 @dataclass(frozen=True)
 class Compared:
-    """One sample, answered by the dense model and by students.
+    """One sample, answered by the dense model and by students."""
 
-    Attributes:
-        owners: Whose answer a token belongs to, int64 [R].
-        dense: Which answer tokens the dense model predicts right, bool [R].
-        pruned: The same of each student.
-        distillation: Of each student, as training measures it.
-        magnitude: The mean square of the dense hidden states.
-    """
-
-    owners: Tensor
-    dense: Tensor
-    pruned: tuple[Tensor, ...]
-    distillation: tuple[float, ...]
-    magnitude: float
+    owners: Tensor  # whose answer a token belongs to, int64 [R]
+    dense: Tensor  # which answer tokens the dense model predicts right, bool [R]
+    pruned: tuple[Tensor, ...]  # the same of each student
+    distillation: tuple[float, ...]  # of each student, as training measures it
+    magnitude: float  # the mean square of the dense hidden states
 
 
 @torch.no_grad()

@@ -29,23 +29,15 @@ _CONTEXT_SHARE = 100
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """What was measured, on the CPU.
+    """What was measured, on the CPU."""
 
-    Attributes:
-        mean: Of keys, over tokens, as a mask file holds it: float16 [L, H_kv, D].
-        lowest: The least key of each channel, float32 [L, H_kv, D].
-        highest: The greatest.
-        largest_value: The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
-        num_tokens: How many tokens were measured.
-        num_contexts: Of how many contexts.
-    """
-
-    mean: Tensor
-    lowest: Tensor
-    highest: Tensor
+    mean: Tensor  # of keys, over tokens, as a mask file holds it: float16 [L, H_kv, D]
+    lowest: Tensor  # the least key of each channel, float32 [L, H_kv, D]
+    highest: Tensor  # the greatest
+    # The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
     largest_value: Tensor
-    num_tokens: int
-    num_contexts: int
+    num_tokens: int  # how many tokens were measured
+    num_contexts: int  # of how many contexts
 
     def largest_key(self, mean: Tensor | None = None) -> Tensor:
         """The largest absolute key of each channel less a mean, float32 [L, H_kv, D]; None for no mean."""

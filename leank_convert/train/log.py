@@ -31,43 +31,26 @@ _logger = logging.getLogger("leank_convert")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of log.jsonl; null where a value does not exist.
+    """One line of log.jsonl; null where a value does not exist."""
 
-    Attributes:
-        step: Steps done, over all stages.
-        stage: 1 or 2; 0 where gates of heads are learned.
-        pruning_ratio_asked: Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
-        task: Of this rank's samples; several as `retrieval+multi_value`.
-        num_tokens: What the model computed in this step, over all its contexts and ranks.
-        num_answer_tokens: Answer tokens of the same.
-        learning_rate: Of this step.
-        distillation: Mean squared difference of hidden states.
-        mean_factor: Mean scaling factor, or gate where those are learned, before the step; the L1 term
-            without its weight.
-        pruning_ratio: Stage 2: the ratio that the mask after this step reaches.
-        empty_heads: Stage 2: heads that do not see the middle after this step.
-        heads_leaving: Stage 2: `layer.head` of those that lost their last channels in this step.
-        heads_entering: Stage 2: `layer.head` of those that got channels back in this step.
-        seconds: Wall time of the step, samples included.
-        gpu_bytes: The most that was allocated at once on this rank's GPU in this step.
-        validation: Stage 2, where masks are compared: the mean loss of the mask after this step.
-    """
-
-    step: int
-    stage: int
+    step: int  # steps done, over all stages
+    stage: int  # 1 or 2; 0 where gates of heads are learned
+    # Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
     pruning_ratio_asked: float | None
-    task: str
-    num_tokens: int
-    num_answer_tokens: int
-    learning_rate: float
-    distillation: float
+    task: str  # of this rank's samples; several as `retrieval+multi_value`
+    num_tokens: int  # what the model computed in this step, over all its contexts and ranks
+    num_answer_tokens: int  # answer tokens of the same
+    learning_rate: float  # of this step
+    distillation: float  # mean squared difference of hidden states
+    # Mean scaling factor, or gate where those are learned, before the step; the L1 term without its weight.
     mean_factor: float
-    pruning_ratio: float | None
-    empty_heads: int | None
-    heads_leaving: str
-    heads_entering: str
-    seconds: float
-    gpu_bytes: int | None
+    pruning_ratio: float | None  # stage 2: the ratio that the mask after this step reaches
+    empty_heads: int | None  # stage 2: heads that do not see the middle after this step
+    heads_leaving: str  # stage 2: `layer.head` of those that lost their last channels in this step
+    heads_entering: str  # stage 2: `layer.head` of those that got channels back in this step
+    seconds: float  # wall time of the step, samples included
+    gpu_bytes: int | None  # the most that was allocated at once on this rank's GPU in this step
+    # Stage 2, where masks are compared: the mean loss of the mask after this step.
     validation: float | None = None
 
 

@@ -34,19 +34,12 @@ from leank_convert.train.passes import BLOCK_SIZE
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model before its weights are loaded.
+    """A model before its weights are loaded."""
 
-    Attributes:
-        name: What the user called it.
-        checkpoint: Its files, with their headers.
-        facts: Its architecture, overrides applied.
-        config: Its config.json, overrides applied.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    facts: ModelFacts
-    config: Mapping[str, Any]
+    name: str  # what the user called it
+    checkpoint: Checkpoint  # its files, with their headers
+    facts: ModelFacts  # its architecture, overrides applied
+    config: Mapping[str, Any]  # its config.json, overrides applied
 
     @property
     def positions(self) -> int:
@@ -56,17 +49,11 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class LoadedModel(ModelFiles):
-    """A model made ready for training.
+    """A model made ready for training."""
 
-    Attributes:
-        model: Frozen, in eval mode, with training's attention.
-        tokenizer: Its tokenizer.
-        weights_digest: Tells its weights from others of the same shapes.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    weights_digest: str
+    model: PreTrainedModel  # frozen, in eval mode, with training's attention
+    tokenizer: PreTrainedTokenizerBase  # its tokenizer
+    weights_digest: str  # tells its weights from others of the same shapes
 
 
 def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:

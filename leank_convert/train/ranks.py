@@ -24,17 +24,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process's view of all of them.
+    """One process's view of all of them."""
 
-    Attributes:
-        device: Where this one computes.
-        rank: Which it is, from 0.
-        num_ranks: How many there are.
-    """
-
-    device: torch.device
-    rank: int = 0
-    num_ranks: int = 1
+    device: torch.device  # where this one computes
+    rank: int = 0  # which it is, from 0
+    num_ranks: int = 1  # how many there are
 
     @property
     def is_first(self) -> bool:

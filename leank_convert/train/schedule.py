@@ -11,26 +11,17 @@ from leank_convert.train.scaling import learning_rate_factor
 
 @dataclass(frozen=True)
 class Phase:
-    """One stage of a run, for stage 2 with the ratio it is for.
+    """One stage of a run, for stage 2 with the ratio it is for."""
 
-    Attributes:
-        stage: 1 or 2; 0 where gates of heads are learned.
-        pruning_ratio: What stage 2 prunes to; None before it.
-        start: Steps of the run before it.
-        steps: Steps of its own, one or more.
-        first_draw: Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so
-            that a mask does not depend on what other ratios were asked for with it.
-        peak_learning_rate: The rate of its middle steps.
-        l1_weight: What the penalty is multiplied by.
-    """
-
-    stage: int
-    pruning_ratio: float | None
-    start: int
-    steps: int
+    stage: int  # 1 or 2; 0 where gates of heads are learned
+    pruning_ratio: float | None  # what stage 2 prunes to; None before it
+    start: int  # steps of the run before it
+    steps: int  # steps of its own, one or more
+    # Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so that a mask
+    # does not depend on what other ratios were asked for with it.
     first_draw: int
-    peak_learning_rate: float
-    l1_weight: float
+    peak_learning_rate: float  # the rate of its middle steps
+    l1_weight: float  # what the penalty is multiplied by
 
     @property
     def name(self) -> str:

@@ -107,32 +107,24 @@ class TrainingDirectory:
 
 @dataclass
 class TrainingState:
-    """Where a run stands between two steps.
+    """Where a run stands between two steps."""
 
-    Attributes:
-        fingerprint: What the run depends on, as flat keys and values.
-        scaling_factors: Float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1].
-        step: Steps done, over all phases.
-        optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
-        stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
-        finished: What stage 2 ended with, for each ratio that is done.
-        gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
-        best: Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
-        key_mean: The mean of keys, float16 [L, H_kv, D]; None for keys as they are.
-        key_mean_tokens: How many tokens it was measured on.
-        values: The fields of the basis of V, once it is measured at the end of a run that prunes V.
-    """
-
-    fingerprint: dict[str, str]
-    scaling_factors: Tensor
-    step: int = 0
+    fingerprint: dict[str, str]  # what the run depends on, as flat keys and values
+    scaling_factors: Tensor  # float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1]
+    step: int = 0  # steps done, over all phases
+    # Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
     optimizer: dict[str, Tensor] = field(default_factory=dict)
+    # What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
     stage1_factors: Tensor | None = None
+    # What stage 2 ended with, for each ratio that is done.
     finished: list[Tensor] = field(default_factory=list)
+    # Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
     gates: Tensor | None = None
+    # Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
     best: tuple[float, Tensor] | None = None
-    key_mean: Tensor | None = None
-    key_mean_tokens: int | None = None
+    key_mean: Tensor | None = None  # the mean of keys, float16 [L, H_kv, D]; None for keys as they are
+    key_mean_tokens: int | None = None  # how many tokens it was measured on
+    # The fields of the basis of V, once it is measured at the end of a run that prunes V.
     values: dict[str, Any] | None = None
 
 

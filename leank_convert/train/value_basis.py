@@ -36,20 +36,14 @@ _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
 
 @dataclass(frozen=True)
 class ValueBasis:
-    """What was measured, on the CPU.
+    """What was measured, on the CPU."""
 
-    Attributes:
-        directions: Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those of the
-            largest energy first.
-        energies: Float64 [L, H_kv, D]: the sum of squares of the output in each direction.
-        num_tokens: How many tokens were measured.
-        weights: What `digest_values` says of the model.
-    """
-
+    # Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those of the largest energy
+    # first.
     directions: Tensor
-    energies: Tensor
-    num_tokens: int
-    weights: str
+    energies: Tensor  # float64 [L, H_kv, D]: the sum of squares of the output in each direction
+    num_tokens: int  # how many tokens were measured
+    weights: str  # what `digest_values` says of the model
 
     def prune(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
         """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens."""
