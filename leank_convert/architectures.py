@@ -30,10 +30,16 @@ _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
-MAX_SIZES = {
+_MOST_TOKENS = 2**24
+_NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_LARGEST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "head_dim": MAX_HEAD_DIM,
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
-    "vocab_size": 2**24,
+    "vocab_size": _MOST_TOKENS,
     "max_position_embeddings": 2**31 - 1,
 }
 
@@ -138,6 +144,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         )
     architecture = find_architecture(config.get("model_type"), origin=origin)
     _refuse_other_models(config, origin)
+    _check_sizes(Fields(config, origin))  # before transformers computes with them
     _check_given(Fields(config, origin), architecture)
     values = _complete(config, architecture, origin)
     fields = Fields(values, origin)
@@ -154,14 +161,11 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         model_type=architecture.model_type,
         num_hidden_layers=layers,
         layers=full_layers,
-        window=fields.whole_number("sliding_window", 1, MAX_SIZES["vocab_size"]) if has_window else 0,
+        window=fields.whole_number("sliding_window", 1, _MOST_TOKENS) if has_window else 0,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        **{
-            key: fields.whole_number(key, 1, MAX_SIZES[key])
-            for key in ("hidden_size", "max_position_embeddings")
-        },
+        **{key: values[key] for key in ("hidden_size", "max_position_embeddings")},
         rope_parameters=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=str(dtype) if dtype else None,
@@ -192,20 +196,26 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
     return None
 
 
-def _check_given(fields: Fields, architecture: Architecture) -> None:
-    """Check what a config.json states, before transformers computes with it."""
-    values = fields.values
-    layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
-    heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
-    for key, most in MAX_SIZES.items():
-        if key in values or key == "hidden_size":
-            fields.whole_number(key, 1, most)
-    kv_heads = heads
-    if values.get("num_key_value_heads") is not None:
-        kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
-    _check_groups(heads, kv_heads, fields.origin)
-    if values.get("head_dim") is not None and fields.whole_number("head_dim", 1, MAX_HEAD_DIM) % 2:
+def _check_sizes(fields: Fields, needed: tuple[str, ...] = _NEEDED) -> None:
+    sizes = {
+        key: fields.whole_number(key, 1, largest)
+        for key, largest in _LARGEST.items()
+        if key in needed or fields.values.get(key) is not None
+    }
+    heads = sizes["num_attention_heads"]
+    if heads % (kv_heads := sizes.get("num_key_value_heads", heads)):
+        raise LeanKError(
+            f"`{fields.origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` "
+            f"{kv_heads}"
+        )
+    if sizes.get("head_dim", 0) % 2:
         raise fields.refused("head_dim", "not even: rope turns channels in pairs")
+
+
+def _check_given(fields: Fields, architecture: Architecture) -> None:
+    """Check what else a config.json states, before transformers computes with it."""
+    values = fields.values
+    layers = values["num_hidden_layers"]
     kinds = values.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
         raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
@@ -276,23 +286,14 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
                 f"`num_attention_heads` {heads}"
             )
         values["head_dim"] = hidden_size // heads
-    if values["head_dim"] not in range(2, MAX_HEAD_DIM + 1, 2):
-        raise Fields(values, origin).refused("head_dim", f"not an even number from 2 to {MAX_HEAD_DIM}")
-    layers, heads, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
-    _check_groups(heads, kv_heads, origin)
+    _check_sizes(Fields(values, origin), (*SHAPE_KEYS, "hidden_size", "max_position_embeddings"))
+    layers, _, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
     if layers * kv_heads * head_dim > MAX_CHANNELS:
         raise LeanKError(
             f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
             f"{MAX_CHANNELS} channels"
         )
     return values
-
-
-def _check_groups(heads: int, kv_heads: int, origin: str) -> None:
-    if heads % kv_heads:
-        raise LeanKError(
-            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-        )
 
 
 def _read_rope(
