@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -175,28 +174,24 @@ def check_held_out(
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
     sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
-    with ExitStack() as stack:
-        bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
-        advance = stack.enter_context(bar)
-        ending = stack.enter_context(Interruption())
-        for start in range(0, num_contexts, ranks.num_ranks):
-            failure = None
-            try:
-                if ending.reason:
-                    raise LeanKError(
-                        f"{ending.reason} ended the check of held-out samples",
-                        hint="go on with it by `--resume`" if recipe.trains else None,
-                        exit_code=ending.exit_code,
-                    )
-                if start + ranks.rank < num_contexts:
-                    sums += _measure(loaded, recipe, source.draw(start + ranks.rank), students, key_mean)
-            except LeanKError as error:
-                failure = error
-            ranks.check(failure)
-            num_tokens, *right = sums[:, 0].tolist()
-            dense_share, *shares = (f"{count / max(1.0, num_tokens):.1%}" for count in right)
-            figures = f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}"
-            advance(min(ranks.num_ranks, num_contexts - start), figures=figures)
+
+    def measure(place: int) -> None:
+        if ending.reason:
+            raise LeanKError(
+                f"{ending.reason} ended the check of held-out samples",
+                hint="go on with it by `--resume`" if recipe.trains else None,
+                exit_code=ending.exit_code,
+            )
+        sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
+
+    def show(count: int) -> None:
+        num_tokens, *right = sums[:, 0].tolist()
+        dense_share, *shares = (f"{each / max(1.0, num_tokens):.1%}" for each in right)
+        advance(count, figures=f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}")
+
+    bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
+    with bar as advance, Interruption() as ending:
+        ranks.share(num_contexts, measure, show)
     counts, dense, *found = ranks.combine(sums).tolist()
     checked = {}
     for (ratio, mask), pruned in zip(masks.items(), found, strict=True):

@@ -73,20 +73,18 @@ def measure_keys(
             any rank.
     """
     ranks = ranks or Ranks(loaded.model.device)
-    shape, num_tokens, failure = loaded.facts.mask_shape, 0, None
+    shape, num_tokens = loaded.facts.mask_shape, 0
     sums, extremes = torch.zeros(shape, dtype=torch.float64), torch.full((3, *shape), float("-inf"))
+
+    def measure(place: int) -> None:
+        nonlocal sums, extremes, num_tokens
+        input_ids = samples.draw(place).prefix_ids
+        found = _measure(loaded, input_ids, offload, value_basis)
+        sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
+        num_tokens += len(input_ids)
+
     with progress_bar(progress and ranks.is_first, "measuring keys", num_contexts) as advance:
-        for start in range(0, num_contexts, ranks.num_ranks):
-            try:
-                if failure is None and start + ranks.rank < num_contexts:
-                    input_ids = samples.draw(start + ranks.rank).prefix_ids
-                    found = _measure(loaded, input_ids, offload, value_basis)
-                    sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
-                    num_tokens += len(input_ids)
-            except LeanKError as error:
-                failure = error
-            advance(min(ranks.num_ranks, num_contexts - start))
-    ranks.check(failure)
+        ranks.share(num_contexts, measure, advance)
     num_tokens = int(ranks.totals([num_tokens])[0])
     mean = (ranks.combine(sums) / num_tokens).to(torch.float16)
     if not bool(mean.isfinite().all()):

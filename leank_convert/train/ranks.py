@@ -90,6 +90,22 @@ class Ranks:
         self.check(error)
         return returned[0]
 
+    def share(self, count: int, work: Callable[[int], None], advance: Callable[[int], None]) -> None:
+        """Do pieces of work by their numbers, each on one rank, and `advance` by as many as all have done.
+
+        Raises:
+            LeanKError: As `check`, in the end, what stopped the work of a rank.
+        """
+        failure = None
+        for start in range(0, count, self.num_ranks):
+            try:
+                if failure is None and start + self.rank < count:
+                    work(start + self.rank)
+            except LeanKError as error:
+                failure = error
+            advance(min(self.num_ranks, count - start))
+        self.check(failure)
+
     def check(self, error: LeanKError | None) -> None:
         """Go on only if no rank has met an error.
 

@@ -103,20 +103,22 @@ def measure_values(
     """
     ranks = ranks or Ranks(loaded.model.device)
     weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
-    moments = _Moments(loaded.facts.mask_shape, windows)
-    num_tokens, failure = 0, None
+    sums = torch.zeros(*loaded.facts.mask_shape, loaded.facts.head_dim, dtype=torch.float64)
+    num_tokens = 0
+
+    def measure(place: int) -> None:
+        nonlocal num_tokens
+        # A prompt of the tasks, in turn, or at every other place text, where there is some.
+        if place % 2 and samples.has_text:
+            input_ids = samples.draw_text(place)
+        else:
+            input_ids = samples.draw(place // 2 if samples.has_text else place).prompt_ids()
+        _add_moments(sums, loaded, input_ids, windows, offload)
+        num_tokens += len(input_ids)
+
     with progress_bar(progress and ranks.is_first, "measuring values", NUM_CONTEXTS) as advance:
-        for start in range(0, NUM_CONTEXTS, ranks.num_ranks):
-            try:
-                if failure is None and start + ranks.rank < NUM_CONTEXTS:
-                    input_ids = _draw(samples, start + ranks.rank)
-                    moments.add(loaded, input_ids, offload)
-                    num_tokens += len(input_ids)
-            except LeanKError as error:
-                failure = error
-            advance(min(ranks.num_ranks, NUM_CONTEXTS - start))
-    ranks.check(failure)
-    total = ranks.combine(moments.sums)
+        ranks.share(NUM_CONTEXTS, measure, advance)
+    total = ranks.combine(sums)
     if not total.any():
         ranks.check(
             LeanKError(
@@ -134,50 +136,35 @@ def measure_values(
     )
 
 
-def _draw(samples: SampleSource, place: int) -> Tensor:
-    """A context's tokens [N]: a prompt of the tasks, or at every other place text, where there is some."""
-    if place % 2 and samples.has_text:
-        return samples.draw_text(place)
-    return samples.draw(place // 2 if samples.has_text else place).prompt_ids()  # tasks in turn
+def _add_moments(
+    sums: Tensor, loaded: LoadedModel, input_ids: Tensor, windows: Windows, offload: bool
+) -> None:
+    """Run a context [N] and add o oT of its last queries to sums, float64 [L, H_kv, D, D] on the CPU."""
 
-
-class _Moments:
-    """Sums of o oT over the last queries of contexts: float64 [L, H_kv, D, D], on the CPU."""
-
-    def __init__(self, shape: tuple[int, int, int], windows: Windows) -> None:
-        self.sums = torch.zeros(*shape, shape[-1], dtype=torch.float64)
-        self._windows = windows
-        self._num_tokens = 0
-
-    def add(self, loaded: LoadedModel, input_ids: Tensor, offload: bool) -> None:
-        """Run a context [N] and add its outputs."""
-        self._num_tokens = len(input_ids)
-        with out_of_memory(
-            f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
-            "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
-        ):
-            run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), self._observe)
-        if not bool(self.sums.isfinite().all()):
-            raise LeanKError(
-                f"attention's outputs in model `{loaded.name}` are not finite on a context of "
-                f"{len(input_ids)} tokens",
-                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-                exit_code=1,
-            )
-
-    def _observe(self, place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
+    def observe(place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
         num_heads, num_keys = stored[0].shape[1:3]
-        first = max(self._num_tokens - _NUM_QUERIES, num_keys - query.shape[2])
+        first = max(len(input_ids) - _NUM_QUERIES, num_keys - query.shape[2])
         if first >= num_keys:  # of a block that is followed by more queries than are measured
             return
         queries = query[0, :, first - num_keys :].reshape(num_heads, -1, num_keys - first, query.shape[-1])
         logits = None if sinks is None else sinks.view(num_heads, -1)
         for head, (key, value) in enumerate(zip(*(kept[0] for kept in stored), strict=True)):
-            outputs = _pruned_outputs(
-                queries[head], key, value, scaling, None if logits is None else logits[head], self._windows
-            )
-            for output in outputs:
-                self.sums[place, head] += (output.mT @ output).cpu()
+            of_head = None if logits is None else logits[head]
+            for output in _pruned_outputs(queries[head], key, value, scaling, of_head, windows):
+                sums[place, head] += (output.mT @ output).cpu()
+
+    with out_of_memory(
+        f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
+        "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
+    ):
+        run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), observe)
+    if not bool(sums.isfinite().all()):
+        raise LeanKError(
+            f"attention's outputs in model `{loaded.name}` are not finite on a context of {len(input_ids)} "
+            "tokens",
+            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
+            exit_code=1,
+        )
 
 
 def _pruned_outputs(
