@@ -95,11 +95,7 @@ class ModelFacts:
 
 
 def find_architecture(model_type: object, *, origin: str) -> Architecture:
-    """Look up a family by its `model_type`.
-
-    Args:
-        model_type: The `model_type` of a config.json.
-        origin: Where it was read, for messages.
+    """Look up a family by the `model_type` of a config.json.
 
     Raises:
         LeanKError: If it is unknown, or is that of a converted checkpoint.
@@ -125,14 +121,7 @@ def _bare(name: str) -> str:
 
 
 def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts:
-    """Read the facts of a model from its config.json.
-
-    Args:
-        config: The parsed config.json, overrides already applied.
-        origin: The file or model, for messages.
-
-    Returns:
-        The facts, with the defaults of the family's config class filled in.
+    """Read a model's facts from its config.json, with the defaults of the family's config class filled in.
 
     Raises:
         LeanKError: If the family is unknown, a key makes no sense, or layers attend within a sliding window.

@@ -135,11 +135,7 @@ def is_onnx_folder(path: Path) -> bool:
 
 
 def find_companions(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Find the small files that travel with a model's weights.
-
-    Returns:
-        Their paths by name within the folder, and the names of files that are called so and are no data.
-    """
+    """Find the small files that travel with a model's weights, by name, and the names of what is no data."""
     found = {
         path.relative_to(folder).as_posix(): path
         for pattern in COMPANION_PATTERNS
@@ -170,10 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the config.json of a converted checkpoint.
-
-    Returns:
-        All of it, and its `leank` block.
+    """Read the config.json of a converted checkpoint: all of it, and its `leank` block.
 
     Raises:
         LeanKError: If there is none, or it has no such block.
@@ -189,11 +182,7 @@ def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_leank_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
-    """Read the facts of the model that a converted checkpoint was made from.
-
-    Args:
-        config: The checkpoint's config.json.
-        folder: Where it lies, for messages.
+    """Read the facts of the model that a converted checkpoint was made from, by the checkpoint's config.json.
 
     Raises:
         LeanKError: If `model_type` is not that of a checkpoint, or the config makes no sense.

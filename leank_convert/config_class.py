@@ -22,11 +22,6 @@ def build_config(
 ) -> PreTrainedConfig:
     """Build the family's config object from a config.json, without running code of a checkpoint.
 
-    Args:
-        config: The parsed config.json.
-        architecture: The family.
-        origin: The file, for messages.
-
     Raises:
         LeanKError: If transformers refuses it, or this release of transformers has no such family.
     """

@@ -34,11 +34,9 @@ _LOADED_PATTERNS = (
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Hash every file of a checkpoint that is being written, but for a training run and hidden files.
+    """Hash every file of a checkpoint, complete but for this one; not those of a training run or hidden ones.
 
-    Args:
-        folder: The checkpoint, complete but for this file.
-        known: Digests of files that have been hashed already, by name.
+    Digests that are `known` already, by name, are taken as they are.
 
     Raises:
         OSError: If a file cannot be read or written.

@@ -33,13 +33,7 @@ class LeanKError(Exception):
 
 
 class RecipeError(LeanKError):
-    """Everything that is wrong with one recipe, at once.
-
-    Args:
-        path: The recipe's file or name.
-        problems: One sentence per problem, without the recipe's name.
-        hint: What to do about them.
-    """
+    """Everything that is wrong with one recipe, at once: a sentence per problem, without its name."""
 
     def __init__(
         self, path: str | os.PathLike[str], problems: Sequence[str], hint: str | None = None
@@ -104,11 +98,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def out_of_memory(what: str, hint: str) -> Iterator[None]:
-    """Say in one sentence what memory does not suffice for, instead of torch's or numpy's error.
-
-    Args:
-        what: What was to be held, such as `8 prompts of up to 4096 tokens`.
-        hint: What to lower.
+    """Say what memory does not suffice for, such as `8 prompts`, instead of torch's or numpy's error.
 
     Raises:
         LeanKMemoryError: In place of `torch.OutOfMemoryError` or `MemoryError`; exit code 1.

@@ -45,14 +45,7 @@ def find_config(path: str | Path) -> Path | None:
 
 
 def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
-    """Describe a model that is not converted, and estimate its cache.
-
-    Args:
-        path: What the user called it.
-        config_file: Its config.json.
-
-    Returns:
-        JSON-ready data.
+    """Describe a model that is not converted by its config.json, and estimate its cache: JSON-ready data.
 
     Raises:
         LeanKError: If it cannot be converted.

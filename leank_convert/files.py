@@ -146,11 +146,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file so that it holds the old content or the new whole, whenever the process or machine dies.
+    """Write a file, whole or by its parts, that holds the old content or the new whenever the machine dies.
 
-    Args:
-        path: The file. What is written to first lies beside it, as `<name>.partial`.
-        content: All of it, or its parts in order.
+    What is written to first lies beside it, as `<name>.partial`.
 
     Raises:
         OSError: If it cannot be written; carries the file's name.

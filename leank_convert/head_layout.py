@@ -29,14 +29,7 @@ class HeadLayout:
 
 
 def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
-    """Order every layer's heads by width, keeping the original order within a bucket.
-
-    Args:
-        widths: Kept channels `[layer][head]` in the ORIGINAL head order.
-
-    Returns:
-        The permutation and the widths in the new order.
-    """
+    """Order every layer's heads by width `[layer][head]`, keeping the original order within a bucket."""
     permutations = tuple(tuple(sorted(range(len(layer)), key=layer.__getitem__)) for layer in widths)
     return HeadLayout(
         head_permutation=permutations,
@@ -76,10 +69,7 @@ def list_value_widths(
 ) -> list[int]:
     """List how many channels of V a pruned token keeps, head by head, layer by layer.
 
-    Args:
-        widths: Kept channels of K `[layer][head]`.
-        head_dim: D.
-        value_widths: Kept directions of V in the same order; None where V is not pruned.
+    By kept channels of K and directions of V `[layer][head]`, those None where V is not pruned.
     """
     values = [None] * len(widths) if value_widths is None else map(tuple, value_widths)
     layers = (ChunkLayout(tuple(k), head_dim, 1, v, 1) for k, v in zip(widths, values, strict=True))
@@ -93,14 +83,10 @@ def count_cache_bytes(
     kv_dtype: str | None = None,
     value_widths: Sequence[Sequence[int]] | None = None,
 ) -> BytesPerToken:
-    """Count the bytes of one token.
+    """Count the bytes of one token, by kept channels and directions `[layer][head]` in any order of heads.
 
-    Args:
-        widths: Kept channels `[layer][head]`, in any head order.
-        head_dim: D.
-        element_bytes: Bytes of one number in the dense cache.
-        kv_dtype: What the pruned cache is stored in, if it is something else.
-        value_widths: Kept directions of V in the same order; None where V is not pruned.
+    `element_bytes` are of a number in the dense cache; `kv_dtype` is what the pruned one is stored in, if
+    that is something else. `value_widths` are None where V is not pruned.
     """
     heads = [width for layer in widths for width in layer]
     values = list_value_widths(widths, head_dim, value_widths)
@@ -138,15 +124,7 @@ def count_row_bytes(
     num_tokens: int,
     element_bytes: int,
 ) -> RowBytes:
-    """Count the bytes of a row.
-
-    Args:
-        facts: The model's.
-        cache: What a token takes in the layers that are pruned.
-        windows: Which of the tokens keep every channel.
-        num_tokens: Tokens of the row.
-        element_bytes: Bytes of one number in the dense cache.
-    """
+    """Count the bytes of a row, by those of a token in pruned layers and of a number in the dense cache."""
     dense = cache.key_dense + cache.value_dense
     whole = min(num_tokens, windows.sink_size + windows.recent_size + windows.flush_size)
     rest = (cache.key_pruned + cache.value_pruned) * (num_tokens - whole)

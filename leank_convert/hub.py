@@ -33,11 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model(model: str | Path) -> Path:
-    """Turn what a user calls a model into a local folder.
-
-    Args:
-        model: A local folder, a hub id (downloaded to the hub's cache), or `testbed`, the model that ships
-            with this package.
+    """Turn a model's local folder, hub id (downloaded to the hub's cache) or `testbed` into a local folder.
 
     Raises:
         LeanKError: If there is no such folder, or the hub does not give the model.
@@ -135,9 +131,7 @@ def check_base_model(name: str | None) -> None:
 def hide_local_paths(text: str, named: Collection[str | None] = ()) -> str:
     """Leave of every local path in a text `.../` and its last part, as what is passed on is read elsewhere.
 
-    Args:
-        text: Of any kind.
-        named: What may be a path, or the id of something on the hub; others are found by how they begin.
+    What is `named` may be a path, or the id of something on the hub; others are found by how they begin.
     """
     for name in named:
         # Unlike `Path.exists`, it takes a name that is too long.
@@ -159,15 +153,7 @@ def download_file(repo_id: str, name: str) -> Path:
 
 
 def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a checkpoint, without the training run and other files that may lie beside it.
-
-    Args:
-        path: The checkpoint's folder.
-        repo_id: `owner/name` on the hub; made if it does not exist.
-        private: Whether a repository that is made is private.
-
-    Returns:
-        The repository's address.
+    """Upload a checkpoint to `owner/name`, without what else lies beside it, and return the address.
 
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.

@@ -60,14 +60,10 @@ class Load:
 
 
 def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
-    """Describe a mask file, a checkpoint, an ONNX folder, the folder of a training run, or a model.
+    """Describe a mask by file or name, a checkpoint, ONNX folder, training run or model: JSON-ready data.
 
-    Args:
-        path: The file or folder, the name of a packaged mask, or a model: its folder, config.json or hub id.
-        load: Of what it is to be told how many vLLM holds at once. Not of an ONNX folder.
-
-    Returns:
-        JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own.
+    A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own. With a `load` it is
+    told how many requests vLLM holds at once.
 
     Raises:
         LeanKError: If `path` is none of them.
@@ -278,12 +274,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
 
 
 def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) -> str:
-    """Render what `inspect_artifact` found as text for a person.
-
-    Args:
-        facts: The result of `inspect_artifact`.
-        with_recipe: Whether the recipe follows that the mask was made by.
-    """
+    """Render what `inspect_artifact` found as text for a person, if asked with the recipe of the mask."""
     if facts["kind"] == "model":
         lines = listing(list_estimate_rows(facts))
     else:

@@ -76,13 +76,7 @@ def encode_masks(channel_masks: Tensor) -> list[str]:
 def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> LeanKSettings:
     """Read a block as the checkpoint's own runtime does, and check what that takes on trust.
 
-    Args:
-        leank: The block.
-        facts: Of the model that the checkpoint was made from.
-        origin: The config.json, for messages.
-
-    Returns:
-        Windows, widths and channel masks, in the checkpoint's head order.
+    Windows, widths and channel masks are in the checkpoint's head order; the facts are of its source.
 
     Raises:
         LeanKError: If it is of another format, lacks a key, or contradicts itself or the model.

@@ -142,13 +142,7 @@ def all_channels_mask(facts: ModelFacts) -> ChannelMask:
 
 
 def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, model_origin: str) -> None:
-    """Check that a mask belongs to a model.
-
-    Args:
-        mask: The mask.
-        facts: The model's facts, overrides of its config applied.
-        mask_origin: The mask's file, for messages.
-        model_origin: The model, for messages.
+    """Check that a mask belongs to a model, whose facts have overrides of its config applied.
 
     Raises:
         LeanKError: If its shape is another, or it was trained for another family or other rope parameters.
@@ -233,12 +227,10 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
 
 
 def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = None) -> Path:
-    """Turn what a user calls a mask into a file.
+    """Turn a mask's file, folder, hub id or packaged name, or its model's hub id, into a file.
 
-    Args:
-        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), the hub
-            id of a repository that holds one, or a packaged mask by its name or its model's hub id.
-        pruning_ratio: Which one, where that name stands for several.
+    A folder, a training run or checkpoint, and a repository hold `channel_mask.safetensors`. Where a name
+    stands for several, `pruning_ratio` picks one.
 
     Raises:
         LeanKError: If the hub does not give it, or there is no packaged mask of that name and ratio.

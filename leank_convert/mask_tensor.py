@@ -131,10 +131,5 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
 
 
 def in_checkpoint_order(values: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:
-    """Bring what every channel has from the original head order into a checkpoint's.
-
-    Args:
-        values: A mask, a mean of keys or widths [L, H_kv, …].
-        head_permutation: Of each layer, which original head stands at each place.
-    """
+    """Bring a mask, a mean of keys or widths [L, H_kv, …] into a checkpoint's order `[layer][new] = old`."""
     return torch.stack([heads[list(order)] for heads, order in zip(values, head_permutation, strict=True)])

@@ -65,15 +65,7 @@ def prune_model(
 def apply_mask(
     model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
 ) -> Callable[[], None]:
-    """Let a loaded model decode from a pruned cache.
-
-    Args:
-        model: As for `prune_model`.
-        mask: As for `prune_model`.
-        **sizes: Of the windows, by their names.
-
-    Returns:
-        What makes the model as it was.
+    """Let a loaded model decode from a pruned cache, as `prune_model`; return what makes it as it was.
 
     Raises:
         LeanKError: As `prune_model`; the model is then as it was.

@@ -100,14 +100,7 @@ def parse_recipe(
     flags: Mapping[str, object] = MappingProxyType({}),
     training: bool = False,
 ) -> Recipe:
-    """Check a recipe whose text is at hand.
-
-    Args:
-        name: What messages call it.
-        text: YAML.
-        overrides: As `load_recipe` takes them.
-        flags: As `load_recipe` takes them.
-        training: As `load_recipe` takes it.
+    """Check a recipe whose text is at hand, with what else `load_recipe` takes; messages call it `name`.
 
     Raises:
         RecipeError: As `load_recipe`.
@@ -168,14 +161,7 @@ def list_recipes() -> list[PackagedRecipe]:
 
 
 def packaged_recipe(model: str) -> str | None:
-    """Find the name of a model's packaged recipe; of several, the plainest one.
-
-    Args:
-        model: Hub id, or `testbed`.
-
-    Returns:
-        None where no packaged recipe is for `model`.
-    """
+    """Find the name of a hub id's or `testbed`'s packaged recipe, of several the plainest; None without."""
     names = [packaged.name for packaged in list_recipes() if packaged.recipe.model.id == model]
     return min(names, key=len, default=None)
 

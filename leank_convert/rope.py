@@ -84,11 +84,6 @@ def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[s
 def check_rope_parameters(rope: Mapping[str, object], *, head_dim: int | None, origin: str) -> None:
     """Check rope parameters, as `read_rope_parameters` gives them, for what transformers would stumble over.
 
-    Args:
-        rope: The parameters.
-        head_dim: D, None where it is not known.
-        origin: Where they stand, for messages.
-
     Raises:
         LeanKError: If the kind of rope is unknown, or a parameter is missing or makes no sense.
     """

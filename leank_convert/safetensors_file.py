@@ -98,12 +98,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 def encode_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Encode the part of a file that comes before its data.
-
-    Args:
-        tensors: Name, dtype, shape and bytes of each tensor, in the order of their bytes.
-        metadata: The file's `__metadata__`.
-    """
+    """Encode what precedes a file's data, by tensors' name, dtype, shape and bytes in order, and metadata."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape, num_bytes in tensors:

@@ -12,15 +12,11 @@ from leank_convert.errors import LeanKError, first_line
 
 
 def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool = False) -> Any:
-    """Load the tokenizer of a model, of a checkpoint or of an ONNX folder.
-
-    Args:
-        folder: Where it lies.
-        name: What the user called it.
-        trust: Whether a tokenizer that is code of the folder's own may run.
+    """Load the tokenizer of a model's, checkpoint's or ONNX folder, which the user called `name`.
 
     Raises:
-        LeanKError: If there is none, it cannot be loaded, or it is code that may not run.
+        LeanKError: If there is none, it cannot be loaded, or it is code of the folder's own and not to be
+            trusted.
     """
     # Imported here: it takes most of a second, which an import of the toolkit need not.
     from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase

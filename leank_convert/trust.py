@@ -31,10 +31,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
 
     Every Python file in the folder and below has to be one of the runtime files that this release writes for
     such a config, by name and SHA-256; none of them may be missing; config.json has to refer to those alone.
-
-    Args:
-        folder: A converted checkpoint.
-        trust: Whether its owner vouches for it; nothing is checked then.
+    Where the owner vouches for it, by `trust`, nothing is checked.
 
     Raises:
         LeanKError: If anything else could run; names the file.

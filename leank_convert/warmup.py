@@ -20,15 +20,10 @@ _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dict[str, Any]:
-    """Compile what decoding from a checkpoint needs, into tilelang's cache on disk. Reads no weights.
+    """Compile what decoding from a checkpoint needs into tilelang's cache, and tell what; reads no weights.
 
-    Args:
-        checkpoint: A converted checkpoint's folder.
-        device: A CUDA device; None for the current one.
-        trust: Whether its Python files may run even where they are no release's.
-
-    Returns:
-        JSON-ready facts of what was compiled.
+    The device is a CUDA one, by default the current one. With `trust` its Python files may run even where
+    they are no release's.
 
     Raises:
         LeanKError: If there is no GPU, the kernels cannot be used on it, or the checkpoint holds other code
@@ -118,16 +113,9 @@ def find_kernels(
 ) -> list[Any] | None:
     """Compile the decode kernels that serve all layers of a LeanK model, one for each shape of a layer.
 
-    Layers differ in nothing that is compiled in but the most chunks that one of their heads has.
-
-    Args:
-        model: A LeanK model.
-        device: Where it is to decode.
-        dtype: What it is to compute in.
-        drafts: Whether to compile those for several new tokens of a row too.
-
-    Returns:
-        The kernels; None where plain torch decodes, be it in one layer.
+    Layers differ in nothing that is compiled in but the most chunks that one of their heads has. With
+    `drafts`, those for several new tokens of a row are compiled, too. None where plain torch decodes, be it
+    in one layer.
     """
     if device.type != "cuda":
         return None

@@ -29,13 +29,9 @@ _PAIRS_PER_LINE = 8
 
 
 def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
-    """Load a mask by what a user calls it.
+    """Load a mask by its file, hub id or folder, and tell the bytes of one number in the cache.
 
-    Args:
-        artifact: A mask file, the folder of a training run or of a converted checkpoint, or a hub id.
-
-    Returns:
-        The mask, and the bytes of one number in the cache: by a checkpoint's dtype, otherwise 2.
+    They are those of a checkpoint's dtype, 2 of a mask alone.
 
     Raises:
         LeanKError: If there is no mask, or it cannot be read.
@@ -85,10 +81,7 @@ class AnalysisReport:
         return {**self.analysis.to_dict(), "measured": measured}
 
     def write(self, out: Path) -> list[Path]:
-        """Write page, figures and numbers into a folder that appears whole or not at all.
-
-        Returns:
-            The files, the page first.
+        """Write page, figures and numbers into a folder that appears whole or not at all; return the files.
 
         Raises:
             LeanKError: If the folder already holds something.

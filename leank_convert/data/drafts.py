@@ -129,15 +129,11 @@ def strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str
 
 
 def fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -> tuple[int, list[int]]:
-    """Find the number of context lines whose prompt fills the budget to within about one line.
+    """Find how many context lines' prompt fills the budget to within about one line, and that prompt.
 
     Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
-    need one per line.
-
-    `shortest` is the prompt without lines, no longer than `budget`, the tokens of the longest that fits.
-
-    Returns:
-        The number of lines and the prompt.
+    need one per line. `shortest` is the prompt without lines, no longer than `budget`, the tokens of the
+    longest that fits.
     """
     fits, best = 0, shortest
     exceeds, exceeding = None, shortest

@@ -59,12 +59,7 @@ class Haystack:
 
 
 def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> Haystack:
-    """Read what the recipe names.
-
-    Args:
-        section: The recipe's section.
-        control_tokens: What a tokenizer takes for control tokens wherever it stands: no sentence with one
-            of them is used.
+    """Read what the recipe names; no sentence with one of the `control_tokens` is used.
 
     Raises:
         LeanKError: If the file or dataset is missing, cannot be read, or holds no text.

@@ -51,26 +51,16 @@ class _NoRoomError(LeanKError):
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Draws the sample of any index.
-
-    Args:
-        tokenizer: The model's own, with a chat template.
-        data: The recipe's section.
-        seed: The recipe's seed.
-    """
+    """Draws the sample of any index: by the model's own tokenizer, a recipe's data section and its seed."""
 
     tokenizer: PreTrainedTokenizerBase
     data: DataSection
     seed: int
 
     def draw(self, index: int) -> TrainingSample:
-        """Draw a sample: tasks in turn, lengths uniform over the recipe's range.
+        """Draw a sample by its index, from 0 over both stages: tasks in turn, lengths uniform in their range.
 
-        Args:
-            index: Counted from 0 over both stages.
-
-        Returns:
-            A sample whose longest prompt and answer have at most the drawn length, and come close to it.
+        Its longest prompt and answer have at most the drawn length, and come close to it.
 
         Raises:
             LeanKError: If the tokenizer has no chat template, a length leaves no room for the task, or the

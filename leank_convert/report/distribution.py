@@ -105,12 +105,7 @@ class MaskAnalysis:
 
 
 def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
-    """Find out how a mask's channels are distributed.
-
-    Args:
-        mask: The mask.
-        element_bytes: Bytes of one number in the cache.
-    """
+    """Find out how a mask's channels are distributed, and what that saves at so many bytes a number."""
     kept, rotated = mask.channel_mask.double(), mask.rotated_channels.double()
     by_pair = rotated.mean((0, 1)).view(2, -1).mean(0).tolist()
     neighbours = [_neighbours_median(by_pair, pair) for pair in range(len(by_pair))]

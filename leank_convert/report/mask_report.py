@@ -29,13 +29,10 @@ REPORT_NAME = "report.html"
 def write_report(
     mask: ChannelMask, records: Sequence[StepRecord], path: Path, gates: Tensor | None = None
 ) -> None:
-    """Write the report of a mask; equal masks and logs give equal pages, with the same matplotlib.
+    """Write the report of a mask as a page; equal masks and logs give equal pages, with the same matplotlib.
 
-    Args:
-        mask: The mask; without scaling factors or provenance the page shows what there is.
-        records: Every step of its training, of which those that led to this mask are shown; may be empty.
-        path: The page, which appears whole or not at all.
-        gates: Of the heads [L, H_kv, 1], if it was made by some.
+    Without scaling factors or provenance the page shows what there is. Of the records, every step of its
+    training or none, those that led to this mask are shown; gates are of its heads [L, H_kv, 1].
 
     Raises:
         OSError: If it cannot be written.

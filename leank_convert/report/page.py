@@ -66,23 +66,13 @@ $sections
 
 
 def render_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
-    """Render a whole page.
-
-    Args:
-        title: Its title and heading, as text.
-        facts: What stands at the top: names and values, as text.
-        sections: HTML, as `Section.to_html` makes it; empty ones are left out.
-    """
+    """Render a page of a title and facts, as text, and sections of HTML; empty ones are left out."""
     rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts)
     return _PAGE.substitute(title=html.escape(title), facts=rows, sections="\n".join(filter(None, sections)))
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of a page's width.
-
-    Args:
-        height: In inches, of which the page is 11 wide.
-    """
+    """An empty figure of a page's width, 11 inches, and so many inches high."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)

@@ -107,13 +107,8 @@ def build_sample(
 ) -> Sample:
     """Draw one prompt whose tokens, with the template and the answer, number at most `num_tokens`.
 
-    The asked facts lie away from both ends of the document. `multi_value` asks for at least two values.
-
-    Args:
-        task: One of `TASKS`.
-        rng: Source of every choice; the same state gives the same sample.
-        num_tokens: At least `MIN_TOKENS`.
-        two_word_names: Names of two words, or of one; drawn where it is None.
+    The asked facts lie away from both ends of the document. `multi_value` asks for at least two values. The
+    same state of `rng` gives the same sample; where `two_word_names` is None, that is drawn, too.
 
     Raises:
         ValueError: `task` is unknown, or `num_tokens` leaves no room for a question.
@@ -132,13 +127,7 @@ def build_samples(
 ) -> tuple[Sample, ...]:
     """Draw prompts that ask different questions of one document, each as `build_sample`.
 
-    Args:
-        task: One of `TASKS`.
-        rng: Source of every choice; the same state gives the same samples.
-        num_tokens: Of each prompt with the template and its answer; at least `MIN_TOKENS`.
-        num_questions: How many prompts.
-        two_word_names: Names of two words, or of one; drawn where it is None.
-        max_documents: How many documents are drawn in search of one with enough questions.
+    In search of one with enough questions no more than `max_documents` are drawn.
 
     Raises:
         ValueError: `task` is unknown, or `num_tokens` leaves no room for as many questions.

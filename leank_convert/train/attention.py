@@ -99,19 +99,9 @@ def training_attention(
 ) -> tuple[Tensor, None]:
     """Dispatch one layer's attention, by transformers' signature: [1, N, H, D], and no attention weights.
 
-    Args:
-        module: The attention module, which knows its `layer_idx` and `config`.
-        query: [1, H, N, D].
-        key: [1, H_kv, N, D].
-        value: [1, H_kv, N, D].
-        attention_mask: None: what is seen follows from the pass.
-        scaling: The model's softmax scale.
-        dropout: Ignored: the model is in eval mode.
-        leank_pass: Which pass runs.
-        sliding_window: How many tokens a query of this layer sees, itself among them; None for all.
-        s_aux: Logits of attention sinks [H], by transformers' name for them; None without any. They fall by
-            what centred keys leave out.
-        **kwargs: What else the model's family passes.
+    Queries are [1, H, N, D], keys and values [1, H_kv, N, D]; what is seen follows from the pass, and of a
+    window a query sees so many tokens, itself among them. Logits of attention sinks [H] fall by what centred
+    keys leave out.
 
     Raises:
         ContextIsStored: When a block of the context has reached the last layer.

@@ -35,16 +35,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention by a fused kernel, or in plain torch; not differentiable by itself.
 
-    Args:
-        query: [B, H, N, D].
-        key: [B, H_kv, S, D]; in plain torch H_kv must be H.
-        value: The same.
-        scaling: The softmax scale.
-        is_causal: Query i sees keys up to i; only where a fused kernel takes the tensors.
-
-    Returns:
-        Output [B, H, N, D], in the query's dtype from a fused kernel and at least float32 from plain torch,
-        and log-sum-exp of the logits [B, H, N], at least float32.
+    Queries are [B, H, N, D], keys and values [B, H_kv, S, D]; in plain torch H_kv must be H. Causal, query i
+    sees keys up to i: only where a fused kernel takes the tensors. The output [B, H, N, D] is in the query's
+    dtype from a fused kernel and at least float32 from plain torch, the log-sum-exp of the logits [B, H, N]
+    at least float32.
     """
     kernel = fused_kernel(query, key, value, is_causal=is_causal)
     if kernel == "cudnn":
@@ -71,19 +65,10 @@ def query_gradient(
     *,
     scaling: float,
 ) -> Tensor:
-    """Gradient of a split attention for the queries of one part of its keys.
+    """Gradient of a split attention for the queries [B, H, N, D] of one part of its keys [B, H, S, D].
 
     With output and log-sum-exp of the WHOLE softmax, what a backward pass over some of the keys computes is
-    those keys' exact share of the gradient.
-
-    Args:
-        gradient: Of the whole output [B, H, N, D].
-        query: The part's queries [B, H, N, D].
-        key: The part's keys [B, H, S, D].
-        value: The same.
-        output: The whole softmax's [B, H, N, D].
-        lse: The whole softmax's [B, H, N]; infinite where the part is not seen.
-        scaling: The softmax scale.
+    those keys' exact share of the gradient. `lse` [B, H, N] is infinite where the part is not seen.
     """
     kernel = fused_kernel(query, key, value)
     if kernel is None:

@@ -33,11 +33,10 @@ _logger = logging.getLogger("leank_convert")
 
 
 def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
-    """Read the gates that a recipe names, with a warning if they were learned with larger windows.
+    """Read the gates that a recipe names, float32 [L, H_kv, 1]; warn if they are of larger windows.
 
-    Returns:
-        Float32 [L, H_kv, 1]. DuoAttention clamps gates to [0, 1] where it uses them, so its files may hold
-        numbers a little outside; here they are clamped already.
+    DuoAttention clamps gates to [0, 1] where it uses them, so its files may hold numbers a little outside;
+    here they are clamped already.
 
     Raises:
         LeanKError: If a file is not there, is not of that format, or does not fit the model.

@@ -52,13 +52,6 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
 class Gradients:
     """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
 
-    Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        facts: Its architecture.
-        longest: Tokens of the longest sample.
-        spread: Whether the model lies on several devices.
-        offload: Whether contexts wait in host memory.
-
     Attributes:
         captures: Whether there are graphs.
         key_mean: What comes off all keys, float32 [L, H_kv, D] where the model is; None for nothing. Set
@@ -91,9 +84,8 @@ class Gradients:
     def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
         """Add a sample's gradient, times a weight, to what the student is made of.
 
-        Returns:
-            The loss, a scalar without a graph, which would keep the context alive beside the next one; it
-            holds until the next call.
+        The loss that it returns is a scalar without a graph, which would keep the context alive beside the
+        next one; it holds until the next call.
         """
         found = self._launch(sample, student)
         if found is None:

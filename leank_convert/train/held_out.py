@@ -85,14 +85,8 @@ def compare_answers(
 ) -> Compared:
     """Answer a sample by a dense model and by students, all on one stored context.
 
-    Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        sample: Context and questions.
-        students: What else the answers are computed with.
-        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
-        offload: Keep the context's keys and values in host memory.
-        longest: Pad the sample as training does, its context to no more than this: what CUDA's libraries plan
-            for a size serves several then. None for no padding.
+    With `longest`, the sample is padded as training does, its context to no more than this: what CUDA's
+    libraries plan for a size serves several then. Keys are taken less a mean [L, H_kv, D], if one is given.
     """
     sample = _part_from_prefix(sample)
     packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))

@@ -71,15 +71,8 @@ _TRACKED = (
 class TrainingLog:
     """Writes each step's record; a context manager, on one rank alone.
 
-    Lines and events beyond the step that a run resumes from are dropped: those steps are run again. W&B keeps
-    what it has and ignores them, which is the same, for they come out the same.
-
-    Args:
-        folder: The training directory.
-        recipe: Its trackers are used, and W&B is given its settings.
-        num_steps: Steps of all stages.
-        start: The step the run starts or resumes from.
-        progress: Whether to draw a progress bar to stderr.
+    Lines and events beyond the step that a run resumes from, `start`, are dropped: those steps are run again.
+    W&B keeps what it has and ignores them, which is the same, for they come out the same.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, num_steps: int, start: int, progress: bool) -> None:

@@ -44,18 +44,10 @@ def train(
     *,
     progress: bool = True,
 ) -> Run:
-    """Do all steps of a recipe that trains, or all that are left.
+    """Do all steps of a recipe that trains, or all that are left of a `saved` state; return the run, done.
 
-    Args:
-        model: As for `methods.make.train_masks`, whose errors are raised.
-        recipe: What to train.
-        directory: Where log, events and state go, which the first rank writes.
-        ranks: The processes that share the samples of a step.
-        saved: The state to go on from, as `prepare` gives it.
-        progress: Whether to draw a progress bar to stderr.
-
-    Returns:
-        The run, which is done.
+    Log, events and state go to the directory, by the first rank. Errors are those of
+    `methods.make.train_masks`.
     """
     run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
     if not run.is_done:

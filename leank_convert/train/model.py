@@ -88,12 +88,11 @@ def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
 
 
 def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Count what a GPU has to hold in training, by the model's headers, and what it can.
+    """Count what each GPU has to hold in training, by the model's headers, and what it can, in bytes.
 
-    Returns:
-        Bytes on each GPU: `weights`; `context`, the longest context's keys and values; `working`, a layer's
-        computation, as estimated; `total` of these; `capacity`, and whether it `fits`, both None on a device
-        that is no GPU and not judged.
+    `weights`; `context`, the longest context's keys and values; `working`, a layer's computation, as
+    estimated; `total` of these; `capacity`, and whether it `fits`, both None on a device that is no GPU and
+    not judged.
     """
     facts = files.facts
     tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]

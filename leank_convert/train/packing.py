@@ -127,10 +127,7 @@ def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSam
 def padded_sizes(sample: TrainingSample, longest: int, steps_per_octave: int = 4) -> Sizes:
     """The sizes that a sample is padded to, of which there are few whatever the samples' lengths.
 
-    Args:
-        sample: Context and questions.
-        longest: No context is padded beyond; at least as long as the sample's.
-        steps_per_octave: Sizes of contexts between two powers of two; with more, less is padded.
+    No context is padded beyond `longest`. With more steps between two powers of two, less is padded.
     """
     num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
     num_questions = sample.num_tokens - num_context - num_answers

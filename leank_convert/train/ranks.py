@@ -134,11 +134,9 @@ class Ranks:
 def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     """Find the other processes of this run, if a launcher started several; leave them when done.
 
-    Args:
-        device: Where to compute. With several processes its index is the launcher's to choose.
-
     Raises:
-        LeanKError: If the device cannot be used, or one of several processes is given one by its index.
+        LeanKError: If the device cannot be used, or one of several processes is given one by its index, which
+            is the launcher's to choose.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:

@@ -185,28 +185,13 @@ def split_attention(
     sinks: Tensor | None = None,
     projections: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a stored context and the tokens that follow it.
+    """Attention [1, N, H, D] of queries [1, H, N, D] over a layer's stored context and T tokens after it.
 
-    The logit is `scaling * q·k` where `regions` say full, and `scaling * (q ⊙ scaling_factors)·k` elsewhere.
-    Gradients reach query, key, value, scaling factors and sinks.
-
-    Args:
-        query: After RoPE [1, H, N, D].
-        key: Of the tokens that follow the context [1, H_kv, T, D].
-        value: The same.
-        context: The stored context.
-        layer: Which layer of it.
-        regions: How the queries see the keys.
-        scaling: The model's softmax scale.
-        scaling_factors: This layer's [H_kv, D]; None for dense attention.
-        sees_middle: This layer's heads [H_kv] that see the middle; None for all.
-        sinks: Logits of this layer's attention sinks [H], or for every query [1, H, N], which take their
-            share of the softmax; None without any.
-        projections: What is left of V where `regions` do not say full, v P with this layer's P [H_kv, D, D];
-            None for all. No gradients are computed with them.
-
-    Returns:
-        [1, N, H, D] in the query's dtype.
+    Their keys and values are [1, H_kv, T, D]. The logit is `scaling * q·k` where `regions` say full, and
+    `scaling * (q ⊙ scaling_factors)·k` elsewhere, with this layer's [H_kv, D]; heads that do not see the
+    middle are False in `sees_middle` [H_kv]. Sinks' logits, [H] or [1, H, N] for every query, take their
+    share of the softmax. Where `regions` do not say full, v P is left of V, with projections P [H_kv, D, D];
+    no gradients are computed with them. Else they reach query, key, value, scaling factors and sinks.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     folded = query.reshape(batch, key.shape[1], -1, head_dim)

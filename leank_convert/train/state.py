@@ -44,11 +44,7 @@ _GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)
 
 @dataclass(frozen=True)
 class TrainingDirectory:
-    """The files of a run under `out/`.
-
-    Args:
-        out: The output folder; with one asked ratio it later becomes the checkpoint.
-    """
+    """The files of a run under `out/`, which with one asked ratio later becomes the checkpoint."""
 
     out: Path
 

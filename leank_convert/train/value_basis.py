@@ -59,18 +59,11 @@ class ValueBasis:
 
 
 def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
-    """Choose how many directions of V every head keeps, by rank over the whole model.
+    """Choose how many directions of V every head keeps, int32 [L, H_kv], by rank over the whole model.
 
-    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy, and the best
-    are kept until a further one would lower the removed fraction below the asked one.
-
-    Args:
-        energies: Of the directions, the largest first [L, H_kv, D].
-        sees_pruned: Heads that keep channels of K, bool [L, H_kv]; the others keep no V.
-        pruning_ratio: Fraction of all channels of V to remove, in [0, 1).
-
-    Returns:
-        Int32 [L, H_kv].
+    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy [L, H_kv, D],
+    the largest first, and the best are kept until a further one would lower the removed fraction below the
+    asked one. Heads that keep no channels of K, False in `sees_pruned` [L, H_kv], keep no V.
     """
     multiple = choose_value_multiple(energies.shape[-1])
     shares = energies.view(*energies.shape[:2], -1, multiple).sum(-1)
