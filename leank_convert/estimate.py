@@ -14,7 +14,13 @@ from typing import Any
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.files import read_json, user_path
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
+from leank_convert.head_layout import (
+    BYTES_PER_ELEMENT,
+    BytesPerToken,
+    bytes_of,
+    count_row_bytes,
+    describe_layers,
+)
 from leank_convert.hub import TESTBED, download_file, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
 from leank_convert.text_part import read_text_part
@@ -62,7 +68,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         recipe = load_recipe(name)
         ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO
         windows = Windows(**recipe.windows.model_dump())
-    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+    element_bytes = bytes_of(facts.dtype)
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
     cache = BytesPerToken(part, part, pruned, part, part, part)

@@ -20,6 +20,11 @@ INT4_GROUP_SIZE = 32
 _LENGTH = 32768  # of the row that stands for all
 
 
+def bytes_of(dtype: str | None) -> int:
+    """Bytes of a number of a dtype; two where that is not known."""
+    return BYTES_PER_ELEMENT.get(dtype or "", 2)
+
+
 @dataclass(frozen=True)
 class HeadLayout:
     """How the KV heads of every layer are ordered in a checkpoint."""

@@ -26,6 +26,7 @@ from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
     INT4_GROUP_SIZE,
     BytesPerToken,
+    bytes_of,
     count_cache_bytes,
     describe_layers,
     list_value_widths,
@@ -34,12 +35,10 @@ from leank_convert.head_layout import (
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
 from leank_convert.windows import Windows
 
-_ASSUMED_ELEMENT_BYTES = 2
 _HEAD_ORDERS = {
     "mask": "original head order",
     "checkpoint": "the checkpoint's head order",
@@ -97,13 +96,16 @@ def _inspect(path: str | Path) -> dict[str, Any]:
 
 def _inspect_mask(path: Path) -> dict[str, Any]:
     mask = load_mask(path)
-    known = mask.provenance
+    known, layers = mask.provenance, {}
+    if known is not None and known.layers is not None:
+        sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
+        layers = {"pruned_layers": known.layers, "layers": sentence}
     return {
         "kind": "mask",
         "path": str(path),
         "model_type": known.model_type if known else None,
         **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None, None, mask.stored_values),
-        **_describe_mask_layers(known),
+        **layers,
         **_describe_origin(mask),
         "windows": known and {key: getattr(known, key) for key in WINDOW_SIZES},
         "key_mean": mask.key_mean is not None,
@@ -151,13 +153,6 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
-    if known is None or known.layers is None:
-        return {}
-    sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
-    return {"pruned_layers": known.layers, "layers": sentence}
-
-
 def _inspect_onnx(path: Path) -> dict[str, Any]:
     # Imports transformers, for which masks and checkpoints have no use.
     from leank_convert.onnx.description import check_description, read_description
@@ -198,16 +193,16 @@ def _describe_widths(
     kv_dtype: str | None = None,
     value_widths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
+    element_bytes = bytes_of(dtype)
     cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype, value_widths)
     values = list_value_widths(widths, head_dim, value_widths)
-    heads_per_width = Counter(width for layer in widths for width in layer)
+    heads = sorted(width for layer in widths for width in layer)
     return {
         "num_hidden_layers": len(widths),
         "num_key_value_heads": len(widths[0]),
         "head_dim": head_dim,
         "widths": [list(layer) for layer in widths],
-        "heads_per_width": {str(width): heads_per_width[width] for width in sorted(heads_per_width)},
+        "heads_per_width": {str(width): number for width, number in Counter(heads).items()},
         "value_widths": None if value_widths is None else [list(layer) for layer in value_widths],
         "value_pruning_ratio": 1 - sum(values) / (len(values) * head_dim),
         "element_bytes": element_bytes,
@@ -246,8 +241,8 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             f"`{facts['path']}` keeps its cache in int4, which vLLM does not serve",
             hint="add `--kv-dtype fp8`, or inspect its mask file for a cache in the model's dtype",
         )
-    windows = facts["windows"] or asdict(Windows())  # as an export has them
-    sizes = Windows(*(windows[key] for key in WINDOW_SIZES))
+    windows = facts["windows"]
+    sizes = Windows(*(windows[key] for key in WINDOW_SIZES)) if windows else Windows()
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
     layout, values = plan_head_layout(facts["widths"]), facts.get("value_widths")
@@ -324,12 +319,12 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())
     if facts["value_widths"] is not None:
         known = facts["provenance"] or {}
-        counts = Counter(w for layer in facts["value_widths"] for w in layer)
+        counts = Counter(sorted(width for layer in facts["value_widths"] for width in layer))
         asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
         measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
         ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
         yield "V pruning ratio", ratio + measured
-        yield "heads per V width", ", ".join(f"{width}: {counts[width]}" for width in sorted(counts))
+        yield "heads per V width", ", ".join(f"{width}: {n}" for width, n in counts.items())
     named = [f"{key} {value}" for key, value in windows.items()] if windows else ["not known"]
     yield "windows", ", ".join(named)
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""

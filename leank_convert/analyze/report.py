@@ -13,7 +13,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
-from leank_convert.head_layout import BYTES_PER_ELEMENT
+from leank_convert.head_layout import bytes_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
@@ -24,7 +24,6 @@ from leank_convert.tables import listing
 if TYPE_CHECKING:
     from leank_convert.analyze.measurement import Measurement
 
-_ASSUMED_ELEMENT_BYTES = 2
 _PAIRS_PER_LINE = 8
 
 
@@ -50,7 +49,7 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
     if folder.is_dir() and (folder / CONFIG_NAME).exists():
         config = read_config(folder)
         dtype = config.get("dtype") or config.get("torch_dtype")
-    return mask, BYTES_PER_ELEMENT.get(str(dtype), _ASSUMED_ELEMENT_BYTES)
+    return mask, bytes_of(str(dtype))
 
 
 @dataclass(frozen=True)

@@ -83,23 +83,17 @@ class MaskAnalysis:
 
     def to_dict(self) -> dict[str, Any]:
         """The analysis as JSON-ready data."""
+        fields = ("model", "head_dim", "element_bytes", "kept", "empty_heads", "empty_share")
+        rows = ("kept_by_pair", "kept_by_layer", "empty_by_layer", "empty_by_quarter")
         return {
-            "model": self.model,
+            **{name: getattr(self, name) for name in fields},
+            **{name: list(getattr(self, name)) for name in rows},
             "num_hidden_layers": len(self.widths),
             "num_key_value_heads": len(self.widths[0]),
-            "head_dim": self.head_dim,
-            "kept": self.kept,
-            "kept_by_pair": list(self.kept_by_pair),
             "outlier_rule": OUTLIER_RULE,
             "outlier_pairs": [asdict(outlier) for outlier in self.outliers],
-            "kept_by_layer": list(self.kept_by_layer),
             "widths": [list(layer) for layer in self.widths],
             "heads_per_width": {str(width): heads for width, heads in self.heads_per_width.items()},
-            "empty_heads": self.empty_heads,
-            "empty_share": self.empty_share,
-            "empty_by_layer": list(self.empty_by_layer),
-            "empty_by_quarter": list(self.empty_by_quarter),
-            "element_bytes": self.element_bytes,
             "bytes_per_token": {**asdict(self.cache), "saved": self.cache.saved},
         }
 

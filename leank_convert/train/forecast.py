@@ -17,7 +17,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
+from leank_convert.head_layout import BytesPerToken, bytes_of
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.attention import Student
@@ -62,7 +62,7 @@ class Forecast:
         own_contexts = schedule.num_steps * -(-recipe.batch_size // self.processes)
         own_contexts += schedule.num_comparisons * -(-recipe.stage2.validation_contexts // self.processes)
         pace = self.seconds_per_context
-        part = heads * facts.head_dim * BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+        part = heads * facts.head_dim * bytes_of(facts.dtype)
         values = round((1 - recipe.value_pruning_ratio) * part)
         value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
