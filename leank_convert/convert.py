@@ -168,7 +168,6 @@ def export_model(
 
 
 def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
-    """Refuse a ratio of V that a mask or a model has no use for, before anything is measured."""
     if export.choice.mask.value_basis is not None:
         raise LeanKError(
             f"mask `{export.choice.mask_origin}` prunes V already, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
             "saved": replace(cache, value_pruned=round((1 - _VALUE_PRUNING_RATIO) * part)).saved,
         },
         "bytes_per_row": {
-            str(length): asdict(count_row_bytes(facts, cache, windows, length, element_bytes))
+            str(length): count_row_bytes(facts, cache, windows, length, element_bytes)
             for length in [length for length in _LENGTHS if length <= positions] or [positions]
         },
     }

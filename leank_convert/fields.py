@@ -22,11 +22,7 @@ class Fields:
     origin: str  # where they stand, for messages
 
     def whole_number(self, key: str, least: int, most: int) -> int:
-        """An integer within bounds, both included.
-
-        Raises:
-            LeanKError: If it is missing or something else.
-        """
+        """An integer within bounds, both included; LeanKError if it is missing or something else."""
         value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.refused(key, f"not a whole number from {least} to {most}")
@@ -45,22 +41,14 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false.
-
-        Raises:
-            LeanKError: If it is something else.
-        """
+        """True or false; raises LeanKError."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refused(key, "neither true nor false")
         return value
 
     def text(self, key: str, choices: Collection[str] | None = None) -> str:
-        """A text, one of `choices` where they are given.
-
-        Raises:
-            LeanKError: If it is missing or something else.
-        """
+        """A text, one of `choices` where they are given; LeanKError if it is missing or something else."""
         value = self.values.get(key)
         if not isinstance(value, str):
             raise self.refused(key, "not a text")

@@ -111,27 +111,23 @@ def _lock(path: Path, busy: str) -> int:
                 raise
             continue  # another process has just removed the folder that it had made
         try:
-            _take(descriptor, path, busy)
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size:
+                raise LeanKError(f"`{path}` is in the way: it is no lock", hint="move it elsewhere")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BusyError(busy, hint="wait for it, or name another folder") from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                _logger.warning("`%s` cannot be locked here: let nothing else write to it", path.parent)
             if _is_at(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _take(descriptor: int, path: Path, busy: str) -> None:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size:
-        raise LeanKError(f"`{path}` is in the way: it is no lock", hint="move it elsewhere")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BusyError(busy, hint="wait for it, or name another folder") from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        _logger.warning("`%s` cannot be locked here: let nothing else write to it", path.parent)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -114,31 +114,26 @@ def count_cache_bytes(
     )
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of K and V of a row of tokens, all layers together."""
-
-    dense: int  # in the dense model
-    pruned: int  # in a checkpoint of it
-
-
 def count_row_bytes(
     facts: ModelFacts,
     cache: BytesPerToken,
     windows: Windows,
     num_tokens: int,
     element_bytes: int,
-) -> RowBytes:
-    """Count the bytes of a row, by those of a token in pruned layers and of a number in the dense cache."""
+) -> dict[str, int]:
+    """Count the bytes of a row, `dense` and `pruned`, all layers together.
+
+    The cache says what a token takes in pruned layers, `element_bytes` are those of a number in the others.
+    """
     dense = cache.key_dense + cache.value_dense
     whole = min(num_tokens, windows.sink_size + windows.recent_size + windows.flush_size)
     rest = (cache.key_pruned + cache.value_pruned) * (num_tokens - whole)
     per_layer = 2 * facts.num_key_value_heads * facts.head_dim * element_bytes * min(num_tokens, facts.window)
     others = (facts.num_hidden_layers - len(facts.layers)) * per_layer
-    return RowBytes(
-        dense=dense * num_tokens + others,
-        pruned=rest + (cache.key_window + cache.value_window) * whole + others,
-    )
+    return {
+        "dense": dense * num_tokens + others,
+        "pruned": rest + (cache.key_window + cache.value_window) * whole + others,
+    }
 
 
 def describe_layers(
@@ -151,5 +146,5 @@ def describe_layers(
     row = count_row_bytes(facts, cache, windows, _LENGTH, element_bytes)
     return (
         f"prunes {len(facts.layers)} of {facts.num_hidden_layers} layers, those with full attention; K+V "
-        f"bytes per token at 32K: dense {row.dense // _LENGTH:,}, pruned {row.pruned // _LENGTH:,}"
+        f"bytes per token at 32K: dense {row['dense'] // _LENGTH:,}, pruned {row['pruned'] // _LENGTH:,}"
     )

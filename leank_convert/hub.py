@@ -141,11 +141,7 @@ def hide_local_paths(text: str, named: Collection[str | None] = ()) -> str:
 
 
 def download_file(repo_id: str, name: str) -> Path:
-    """Download one file of a repository to the hub's cache.
-
-    Raises:
-        LeanKError: If the hub does not give it.
-    """
+    """Download one file of a repository to the hub's cache; LeanKError if the hub does not give it."""
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(repo_id):
@@ -179,11 +175,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check a repository's name without asking the hub.
-
-    Raises:
-        LeanKError: If it cannot be one.
-    """
+    """Check a repository's name without asking the hub; raises LeanKError."""
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
 
     with _hub_errors(repo_id, uploads=True):
@@ -192,11 +184,6 @@ def check_repo_id(repo_id: str) -> None:
 
 @contextmanager
 def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
-    """Put what the hub refuses into one sentence.
-
-    Raises:
-        LeanKError: In place of the hub's own errors.
-    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

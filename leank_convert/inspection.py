@@ -285,7 +285,6 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
 
 
 def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The artifact, its model and the form it is stored in."""
     yield facts["kind"], facts["path"]
     yield "model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"
     if facts["kind"] == "checkpoint":
@@ -306,7 +305,6 @@ def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Shape, pruning ratio, windows and bytes."""
     cache, windows = facts["bytes_per_token"], facts["windows"]
     asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
     layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
@@ -340,7 +338,6 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _capacity_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Blocks and requests that vLLM holds, dense and pruned, if they were asked for."""
     if "capacity" not in facts:
         return
     capacity = facts["capacity"]
@@ -360,7 +357,6 @@ def _capacity_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The making of the mask, as far as it is known."""
     known = facts["provenance"]
     if known is None:
         return
@@ -377,7 +373,6 @@ def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _file_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The files of an ONNX folder."""
     for index, (name, size) in enumerate(facts.get("files", {}).items()):
         yield "" if index else "files", f"{name}: " + ("missing" if size is None else f"{size:,} bytes")
 

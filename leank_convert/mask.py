@@ -21,8 +21,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.files import user_path, write_atomically
 from leank_convert.head_layout import list_value_widths
 from leank_convert.hub import download_file, is_hub_id
-from leank_convert.mask_metadata import encode_value
-from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.mask_provenance import MaskProvenance, encode_value
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.masks import find_by_model, find_by_name
 from leank_convert.safetensors_file import encode_header, read_header
@@ -76,7 +75,6 @@ class ChannelMask:
             _check_value_widths(self.value_widths, mask)
 
     def __repr__(self) -> str:
-        """Say shape, ratio and origin; tensors are no use in a line."""
         shape = " x ".join(map(str, self.channel_mask.shape))
         known = self.provenance
         origin = "imported" if known is None else f"{known.method}, {known.model}"
@@ -325,7 +323,6 @@ def _check_origin(mask: ChannelMask, path: Path) -> None:
 
 
 def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: Tensor) -> None:
-    """Check the dtype, shape and values of what goes with a mask."""
     if tensor is None:
         return
     if tensor.dtype != dtype or tensor.shape != mask.shape:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, SHAPE_KEYS, ModelFacts
 from leank_convert.errors import LeanKError, cut
+from leank_convert.files import parse_json
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
-from leank_convert.mask_metadata import decode, encode
 from leank_convert.rope import check_rope_parameters
 from leank_convert.windows import Windows
 
+# Entries of the metadata that stand there as they are; all others are JSON.
+_TEXTS = {"model", "model_type", "method", "recipe", "made_by", "source", "evaluation", "value_weights"}
 _Name = Annotated[str, Field(max_length=1000)]
 _Size = Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
 
@@ -90,7 +93,21 @@ class MaskProvenance:
         Raises:
             LeanKError: If an entry is missing, or is not of the type or within the bounds that it has to be.
         """
-        known = decode(cls, metadata)
+        values = {}
+        for name in {entry.name for entry in fields(cls)} & metadata.keys():
+            try:
+                values[name] = metadata[name] if name in _TEXTS else parse_json(metadata[name].encode())
+            except ValueError as error:
+                raise LeanKError(f"header metadata `{name}` is {cut(metadata[name])}, no JSON") from error
+        try:
+            # As JSON, of which strict pydantic makes tuples and data classes.
+            known = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            problem = (
+                "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
+            )
+            raise LeanKError(f"header metadata `{'.'.join(map(str, wrong['loc']))}` {problem}") from error
         Windows(known.sink_size, known.recent_size, known.flush_size)
         check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
         if known.num_attention_heads % known.num_key_value_heads:
@@ -108,7 +125,12 @@ class MaskProvenance:
 
     def to_metadata(self) -> dict[str, str]:
         """The header metadata of a mask file, as `from_metadata` reads it; the recipe without local paths."""
-        return encode(self if self.recipe is None else replace(self, recipe=hide_local_paths(self.recipe)))
+        told = self if self.recipe is None else replace(self, recipe=hide_local_paths(self.recipe))
+        return {
+            name: value if name in _TEXTS else encode_value(value)
+            for name, value in vars(told).items()
+            if value is not None
+        }
 
     @property
     def numbers_of_layers(self) -> list[int]:
@@ -126,3 +148,8 @@ class MaskProvenance:
         if self.evaluation is not None or self.held_out is None:
             return self.evaluation or "not yet"
         return self.held_out.shares
+
+
+def encode_value(value: object) -> str:
+    """Turn a value into JSON; equal values give equal texts."""
+    return json.dumps(value, sort_keys=True, default=lambda it: vars(it) if is_dataclass(it) else {**it})

@@ -24,11 +24,7 @@ _NUMBER_DTYPES = {
 
 
 def check_file(path: Path) -> None:
-    """Check that a mask is a file, and not larger than any mask.
-
-    Raises:
-        LeanKError: If it is not.
-    """
+    """Check that a mask is a file, and not larger than any mask; raises LeanKError."""
     if not path.is_file():
         if path.exists():
             raise LeanKError(f"mask `{path}` is a {'folder' if path.is_dir() else 'device or a pipe'}")
@@ -41,11 +37,7 @@ def check_file(path: Path) -> None:
 
 
 def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
-    """Load a tensor of a safetensors file, whatever its shape and dtype.
-
-    Raises:
-        LeanKError: If it cannot be read.
-    """
+    """Load a tensor of a safetensors file, whatever its shape and dtype; LeanKError if it cannot be read."""
     try:
         with safe_open(header.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
@@ -71,11 +63,7 @@ def load_pickle(path: Path) -> Tensor:
 
 
 def load_array(path: Path) -> Tensor:
-    """Load an array [L, H_kv, D] that `numpy.save` wrote.
-
-    Raises:
-        LeanKError: If the file holds anything else.
-    """
+    """Load an array [L, H_kv, D] that `numpy.save` wrote; LeanKError if the file holds anything else."""
     try:
         # Mapped: by itself numpy makes room for whatever shape a header claims.
         values = np.load(path, mmap_mode="r", allow_pickle=False)

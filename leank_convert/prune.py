@@ -100,11 +100,7 @@ def apply_mask(
 
 
 def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
-    """Return a model's class and facts.
-
-    Raises:
-        LeanKError: If it cannot be pruned as it stands in memory.
-    """
+    """Return a model's class and facts; LeanKError if it cannot be pruned as it stands in memory."""
     stock, name = type(model), type(model).__name__
     if getattr(getattr(model, "config", None), "leank", None) is not None:
         raise LeanKError(f"`{name}` is pruned already", hint="load the original, or leave the other block")

@@ -21,7 +21,6 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from leank_convert.errors import cut, first_line
 from leank_convert.methods import METHODS, Budget, Method, Part
@@ -315,22 +314,16 @@ class Recipe(_Section):
         return f"{self._derivation}\n{keys}" if self._derivation else keys
 
 
-def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Find the section that a key holds; None where it holds a value."""
-    made = field.default_factory
-    return made if isinstance(made, type) and issubclass(made, BaseModel) else None
-
-
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a section, dotted, those of its own sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if (section := find_section(field)) is not None:
+        section = field.default_factory
+        if isinstance(section, type) and issubclass(section, BaseModel):
             yield from known_keys(section, f"{prefix}{name}.")
 
 
 def _find_contradictions(recipe: Recipe) -> Iterator[str]:
-    """Find keys whose values are each in order, and do not go together."""
     yield from _find_in_data(recipe.data, measures_values=recipe.value_pruning_ratio > 0)
     yield from _find_in_method(recipe)
     for key, values, what in (

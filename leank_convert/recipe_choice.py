@@ -52,11 +52,7 @@ def require_recipe(
     run: Path,
     overrides: Sequence[str] = (),
 ) -> Recipe:
-    """Find a recipe, as `find_recipe` does.
-
-    Raises:
-        LeanKError: As `load_recipe`; also if there is none.
-    """
+    """Find a recipe, as `find_recipe` does; raises as `load_recipe`; also if there is none."""
     found = find_recipe(recipe, model, run=run, overrides=overrides)
     if found is None:
         raise LeanKError(

@@ -81,11 +81,7 @@ def load_from(loader: Any, folder: Path, **options: Any) -> Any:
 
 
 def refuse_whole(folder: Path) -> None:
-    """Refuse a model that also reads images.
-
-    Raises:
-        LeanKError: If it is one.
-    """
+    """Refuse a model that also reads images; raises LeanKError."""
     whole = find_whole(folder)
     if whole is not None:
         raise LeanKError(

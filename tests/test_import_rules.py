@@ -41,7 +41,7 @@ RANKS = [
         "masks",
     },
     {"hub", "tokenizer", "recipe_choice"},
-    {"mask", "mask_metadata", "mask_provenance", "mask_tensor", "mask_listing", "kv_scales", "value_weights"},
+    {"mask", "mask_provenance", "mask_tensor", "mask_listing", "kv_scales", "value_weights"},
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},

@@ -120,11 +120,7 @@ class AnalysisReport:
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a folder that already holds something, or cannot be one.
-
-    Raises:
-        LeanKError: If it does, or is a file.
-    """
+    """Refuse a folder that already holds something, or cannot be one; raises LeanKError."""
     if check_folder(out).exists() and any(out.iterdir()):
         raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
     check_replaceable(out, overwrite=False)

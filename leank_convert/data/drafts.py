@@ -37,8 +37,6 @@ class Draft:
 
 
 def _draw_retrieval(rng: random.Random, num_questions: int) -> Draft:
-    """Lines of lockers and codes; some lockers are asked for."""
-
     def draw_pair() -> tuple[str, str]:
         digits = f"{rng.getrandbits(144):036x}"
         key = "-".join(digits[i : i + 4] for i in (0, 4, 8))
@@ -108,11 +106,7 @@ def _draw_passkey(rng: random.Random, num_questions: int, haystack: Haystack) ->
 
 
 def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Haystack) -> Draft:
-    """Draw the facts and questions of one sample.
-
-    Raises:
-        LeanKError: If the task has not as many questions.
-    """
+    """Draw the facts and questions of one sample; LeanKError if the task has not as many questions."""
     own = random.Random(rng.getrandbits(64))
     if task == "retrieval":
         return _draw_retrieval(own, num_questions)

@@ -133,7 +133,6 @@ def _text_of(record: dict[str, Any], column: str, place: str) -> str:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Sentences of a text, without line breaks."""
     for paragraph in _PARAGRAPH_END.split(text):
         for sentence in _SENTENCE_END.split(" ".join(paragraph.split())):
             if len(sentence) > _MAX_SENTENCE:

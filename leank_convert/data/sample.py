@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -167,12 +168,10 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
 
 
 def join_questions(task: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> TrainingSample:
-    """Make one sample of prompts that begin alike.
-
-    Raises:
-        LeanKError: If they do not even share their first token.
-    """
-    shared = _common_length(prompts)
+    """Make one sample of prompts that begin alike; LeanKError if they do not even share their first token."""
+    # What the first and the last in order share, all between them share as well.
+    pairs = zip(min(prompts), max(prompts), strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if shared == 0:
         raise LeanKError(
             "the prompts of two questions on one context differ from their first token on",
@@ -183,11 +182,3 @@ def join_questions(task: str, prompts: Sequence[list[int]], answers: Sequence[li
         for prompt, answer in zip(prompts, answers, strict=True)
     )
     return TrainingSample(task, torch.tensor(prompts[0][:shared]), questions)
-
-
-def _common_length(rows: Sequence[list[int]]) -> int:
-    """How many leading items all rows share."""
-    # What the first and the last in order share, all between them share as well.
-    first, last = min(rows), max(rows)
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))

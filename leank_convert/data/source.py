@@ -132,11 +132,7 @@ class SampleSource:
 
     @cached_property
     def haystack(self) -> Haystack:
-        """Running text for the tasks that need it, read once.
-
-        Raises:
-            LeanKError: If it cannot be read.
-        """
+        """Running text for the tasks that need it, read once; LeanKError if it cannot be read."""
         return open_haystack(self.data.haystack, control_tokens(self.tokenizer))
 
     def _draw(self, task: str, rng: random.Random, budget: int, *, shortest: bool = False) -> TrainingSample:
@@ -149,7 +145,15 @@ class SampleSource:
         answers = [encode_answer(self.tokenizer, answer) for answer in draft.answers]
         prompts = encode_prompts(self.tokenizer, draft.prompts(0))
         sample = join_questions(task, prompts, answers)
-        _check_room(sample, budget)
+        if sample.num_positions > budget:
+            asked = len(sample.questions)
+            raise _NoRoomError(
+                f"a sample of {budget} tokens leaves no room for `{task}`: its shortest has "
+                f"{sample.num_positions}" + (f" with facts for {asked} questions" if asked > 1 else ""),
+                hint=f"raise `data.min_length` to {sample.num_positions} or more; most samples should be far "
+                "longer",
+                excess=sample.num_positions - budget,
+            )
         if shortest:
             return sample
 
@@ -196,15 +200,3 @@ class SampleSource:
                 excess=sample.num_positions - budget,
             )
         return sample
-
-
-def _check_room(shortest: TrainingSample, budget: int) -> None:
-    if shortest.num_positions > budget:
-        asked = len(shortest.questions)
-        raise _NoRoomError(
-            f"a sample of {budget} tokens leaves no room for `{shortest.task}`: its shortest has "
-            f"{shortest.num_positions}" + (f" with facts for {asked} questions" if asked > 1 else ""),
-            hint=f"raise `data.min_length` to {shortest.num_positions} or more; most samples should be far "
-            "longer",
-            excess=shortest.num_positions - budget,
-        )

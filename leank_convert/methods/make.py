@@ -26,12 +26,10 @@ from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import prepare, train, write_result
 from leank_convert.train.model import find_model
-from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import build_mask
 from leank_convert.train.selection import select_for
 from leank_convert.train.state import TrainingDirectory
-from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -154,10 +152,6 @@ def _measure(
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
     files = find_model(model, recipe)
-    if recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
-        check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.

@@ -300,7 +300,6 @@ def _draw_cells(axes: Axes, values: Tensor, top: float, colours: Any = "viridis"
 
 
 def _write_numbers(axes: Axes, values: np.ndarray[Any, Any], top: float, number: str) -> None:
-    """Write each value into its cell of a heat map that ends at `top`."""
     for (row, column), value in np.ndenumerate(values):
         colour = "black" if value > 0.6 * top else "white"
         axes.text(column, row, format(value, number), ha="center", va="center", color=colour)
@@ -322,7 +321,6 @@ def _label_step(count: int) -> int:
 
 
 def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
-    """The scale of a heat map, at its right."""
     from matplotlib.figure import Figure
 
     figure = axes.figure
@@ -334,7 +332,6 @@ def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[floa
 
 
 def _add_legend(axes: Axes, columns: int = 1, column_spacing: float = 2.0) -> None:
-    """The legend, above the axes at the right."""
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, columnspacing=column_spacing, borderpad=0,
         borderaxespad=0.2,

@@ -44,7 +44,9 @@ def write_report(
     analysis = analyze_mask(mask)
     sections = [section.to_html() for section in _list_sections(mask, analysis, records, gates)]
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
-    page = render_page(title, _collect_facts(mask, analysis, records), [*sections, _render_recipe(mask)])
+    text = mask.provenance and mask.provenance.recipe
+    recipe = "" if text is None else f"<h2>Recipe</h2>\n<pre>{html.escape(text)}</pre>"
+    page = render_page(title, _collect_facts(mask, analysis, records), [*sections, recipe])
     write_atomically(path, page.encode())
 
 
@@ -141,9 +143,3 @@ def _draw_training(records: Sequence[StepRecord]) -> Figure:
     figures.draw_distillation(loss, records)
     figures.draw_pruning(pruning, records)
     return figure
-
-
-def _render_recipe(mask: ChannelMask) -> str:
-    if mask.provenance is None or mask.provenance.recipe is None:
-        return ""
-    return f"<h2>Recipe</h2>\n<pre>{html.escape(mask.provenance.recipe)}</pre>"

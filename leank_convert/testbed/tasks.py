@@ -183,7 +183,6 @@ def _draw_value(rng: random.Random) -> Words:
 
 
 def _build_values(rng: random.Random, names: Sequence[Words], num_lines: int, task: str) -> Document:
-    """Lay out names with one value each, or with one to four for `multi_value`."""
     owners: list[int] = []
     for owner in range(len(names)):
         if len(owners) == num_lines:

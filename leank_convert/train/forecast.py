@@ -23,13 +23,11 @@ from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, count_bytes, find_model, load_model
-from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.value_basis import NUM_CONTEXTS
-from leank_convert.value_weights import check_foldable
 from leank_convert.windows import Windows
 
 # A context that takes less is timed several times.
@@ -143,7 +141,6 @@ class Forecast:
             yield "", f"then about {_render_seconds(found['value_seconds'])} to measure the basis of V"
 
     def _remedy(self) -> str:
-        """What to change first."""
         room = self.memory["capacity"] - self.memory["weights"] - self.memory["working"]
         if not self.recipe.offload_context and room >= self.memory["context"] / self.facts.num_cached_layers:
             return "`--set offload_context=true` keeps K/V in host memory"
@@ -167,9 +164,6 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
             hint="`leank-convert train` without `--dry-run` makes its mask",
         )
     files = find_model(model, recipe)
-    check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
     memory = count_bytes(files, recipe, chosen)
     found = Forecast(
         model=files.name,
@@ -212,7 +206,6 @@ def _product_seconds(found: Forecast) -> float:
 
 
 def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSample]:
-    """A sample of every task, of the mean length of the recipe's."""
     length = (recipe.data.min_length + recipe.data.max_length) // 2
     data = recipe.data.model_copy(update={"min_length": length, "max_length": length})
     source = SampleSource(loaded.tokenizer, data, recipe.seed)
@@ -221,7 +214,6 @@ def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSamp
 
 
 def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:
-    """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
     gradients = run.gradients
     windows = Windows(run.recipe.windows.sink_size, run.recipe.windows.recent_size)
     factors = ones(run.loaded.facts.mask_shape, device)
@@ -242,7 +234,6 @@ def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> flo
 
 
 def _render_seconds(seconds: float) -> str:
-    """A time as `1 h 24 min`, `18 min` or `4.2 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

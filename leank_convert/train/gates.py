@@ -89,7 +89,6 @@ def _read_gates(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _read_config(path: Path) -> dict[str, int]:
-    """`sink_size` and `recent_size`."""
     try:
         config = parse_json(path.read_bytes())
         sizes = {key: config[key] for key in ("sink_size", "recent_size")}

@@ -104,7 +104,6 @@ class Gradients:
         return self._run(sample, student) if found is None else found[0]
 
     def _run(self, sample: TrainingSample, student: Student) -> Tensor:
-        """A sample's loss, by the passes as they are written."""
         if not self.captures:
             packed = pack_sample(sample)
             return distil(self._model, packed, student, key_mean=self.key_mean, offload=self._offload)

@@ -344,6 +344,5 @@ class Validation:
 
     @cached_property
     def _samples(self) -> list[TrainingSample]:
-        """This rank's."""
         own = range(self._ranks.rank, self._count, self._ranks.num_ranks)
         return [self._source.draw(index) for index in own]

@@ -173,7 +173,6 @@ def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:
 
 
 def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
-    """What the progress bar says of a step."""
     reached = record.pruning_ratio
     parts = [
         f"distillation {record.distillation:.2e}",

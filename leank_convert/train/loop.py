@@ -19,7 +19,6 @@ from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import LOG_NAME, TrainingLog, read_log
 from leank_convert.train.model import find_model, load_model
-from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import count_largest
@@ -30,7 +29,6 @@ from leank_convert.train.state import (
     load_state,
     save_state,
 )
-from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -125,9 +123,6 @@ def _set_up(
     directory: TrainingDirectory,
 ) -> tuple[Run, SampleSource]:
     files = find_model(model, recipe)
-    check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
     loaded = load_model(files, recipe, ranks.device)
     samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
     samples.check()
@@ -138,7 +133,6 @@ def _set_up(
 
 
 def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:
-    """Do all steps that are left; the first rank keeps log and state."""
     ranks, num_steps = run.ranks, run.schedule.num_steps
     log = None
     with ExitStack() as stack:
@@ -170,7 +164,9 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
                 raise
             if log is not None:
                 log.write(record)
-            if run.step % run.recipe.save_every == 0 or run.schedule.ends_phase(run.step):
+            if run.step % run.recipe.save_every == 0 or any(
+                phase.stop == run.step for phase in run.schedule.phases
+            ):
                 save()
         if not run.is_done:
             save()
@@ -213,28 +209,19 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
             "no head keeps a channel: only sink and recent window are seen; lower `pruning_ratio`"
         )
         return
+    chosen = []
     if gates is not None and "gates" in recipe.trains:
         heads = int(mask.channel_mask.any(-1).sum())
         if not recipe.method_row.whole_heads:
             heads = round((1 - recipe.heads.pruning_ratio) * gates.numel())
-        _warn_if_tied("heads", "gate", gates, heads, "heads.l1_weight", recipe.heads.l1_weight)
+        chosen.append((gates, heads, "heads", "gate", "heads", recipe.heads.l1_weight))
     if mask.scaling_factors is not None:
         weight = recipe.stage1.l1_weight
-        _warn_if_tied("channels", "factor", mask.scaling_factors, kept, "stage1.l1_weight", weight)
-
-
-def _warn_if_tied(what: str, name: str, learned: Tensor, kept: int, key: str, weight: float) -> None:
-    """Warn if more end with the largest value than are kept."""
-    tied = count_largest(learned)
-    if tied > kept:
-        _logger.warning(
-            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; "
-            "`%s` %s %g tells them apart",
-            tied,
-            what,
-            name,
-            kept,
-            key,
-            "above" if learned.max() > 0 else "below",
-            weight,
-        )
+        chosen.append((mask.scaling_factors, kept, "channels", "factor", "stage1", weight))
+    for learned, number, what, name, section, weight in chosen:
+        if (tied := count_largest(learned)) > number:
+            apart = f"`{section}.l1_weight` {'above' if learned.max() > 0 else 'below'} {weight:g}"
+            _logger.warning(
+                f"{tied} {what} ended with the largest {name} and the mask keeps {number}: which of them is "
+                f"left to their order; {apart} tells them apart"
+            )

@@ -29,7 +29,8 @@ from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import is_bound_by_host
-from leank_convert.train.passes import BLOCK_SIZE
+from leank_convert.train.passes import BLOCK_SIZE, check_layers
+from leank_convert.value_weights import check_foldable
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
     """Find a model, a local folder, a hub id, or `testbed`, and download it if need be.
 
     Raises:
-        LeanKError: If it cannot be found or read, its family is not supported, or the recipe's lengths exceed
-            its positions.
+        LeanKError: If it cannot be found or read, its family is not supported, the recipe's lengths exceed
+            its positions, or its layers or its V are none that the recipe can be followed with.
     """
     files = open_model(model, recipe.model)
     if recipe.data.max_length > files.positions:
@@ -71,15 +72,15 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
             hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` "
             "and `rope_parameters`)",
         )
+    if recipe.trains or recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
+        check_layers(files.facts, files.name)
+    if recipe.value_pruning_ratio:
+        check_foldable(files.checkpoint, files.facts)
     return files
 
 
 def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
-    """Find a model, as `find_model` does, whatever its recipe's lengths are.
-
-    Raises:
-        LeanKError: As `find_model`.
-    """
+    """Find a model, as `find_model` does, whatever its recipe's lengths are; raises as `find_model`."""
     checkpoint = open_checkpoint(resolve_model(model))
     warn_of_images(checkpoint.folder)
     config = apply_config_overrides(checkpoint.config, section.config_overrides)

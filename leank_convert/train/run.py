@@ -57,7 +57,7 @@ class Run:
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
         if recipe.method_row.has_gates:  # how many heads are left does not depend on which
-            every_gate = ones(self._gates_shape, ranks.device)
+            every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
             self._choose_retrieval_heads(every_gate)
             if "gates" in recipe.trains:
                 self._state.scaling_factors = every_gate
@@ -260,10 +260,6 @@ class Run:
     def _factors(self) -> Tensor:
         return self._state.scaling_factors
 
-    @property
-    def _gates_shape(self) -> tuple[int, ...]:
-        return *self.loaded.facts.mask_shape[:2], 1
-
     def _new_optimizer(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
 
@@ -315,7 +311,6 @@ class Run:
         self._compare(phase)
 
     def _compare(self, phase: Phase) -> float | None:
-        """Mean loss of the mask on validation contexts, if there are any; the best factors are kept."""
         if self._validation is None:
             return None
         loss = self._validation.loss(self._student(phase))

@@ -42,10 +42,6 @@ class Phase:
         done = step - self.start
         return 10 * done // self.steps > 10 * (done - 1) // self.steps
 
-    def draw(self, step: int) -> int:
-        """Which of the data's steps a step of the run takes."""
-        return self.first_draw + step - self.start
-
 
 class Schedule:
     """All phases of a recipe that have steps.
@@ -84,12 +80,9 @@ class Schedule:
         """The phase that a step of the run lies in."""
         return next(phase for phase in self.phases if step < phase.stop)
 
-    def ends_phase(self, step: int) -> bool:
-        """Whether a phase is over when so many steps are done."""
-        return any(phase.stop == step for phase in self.phases)
-
     def sample_indices(self, start: int, rank: int = 0, num_ranks: int = 1) -> Iterator[int]:
         """Which samples one of several ranks takes from a step of the run on, in order."""
         for step in range(start, self.num_steps):
-            draw = self.phase(step).draw(step)
+            phase = self.phase(step)
+            draw = phase.first_draw + step - phase.start
             yield from range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks)

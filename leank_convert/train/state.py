@@ -138,11 +138,7 @@ def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) 
 
 
 def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
-    """Refuse to go on with other settings than a run began with.
-
-    Raises:
-        LeanKError: Names every difference.
-    """
+    """Refuse to go on with other settings than a run began with; raises LeanKError."""
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return
