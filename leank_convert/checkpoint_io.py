@@ -77,13 +77,7 @@ NEVER_DOWNLOADED_PATTERNS = ("*.py",)
 # config, kernels from the hub, the code of another folder, code for `pipeline`, other weights.
 OTHER_FILES_KEYS = {"configuration_files", "transformers_weights"}
 KERNEL_KEYS = {f"{prefix}{part}_implementation" for prefix in ("", "_") for part in ("attn", "experts")}
-LOADING_KEYS = {
-    *OTHER_FILES_KEYS,
-    *KERNEL_KEYS,
-    "_name_or_path",
-    "name_or_path",
-    "custom_pipelines",
-}
+LOADING_KEYS = {*OTHER_FILES_KEYS, *KERNEL_KEYS, "_name_or_path", "name_or_path", "custom_pipelines"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Arithmetic on its config.json alone; what a mask keeps of V is known when there 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,38 +107,31 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     }
 
 
-def list_estimate_rows(facts: Mapping[str, Any]) -> list[Row]:
+def list_estimate_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     """List what `estimate_model` found in rows for a person."""
     cache = facts["bytes_per_token"]
     layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
-    rows = [("model", f"{facts['path']} ({facts['model_type']}), not converted")]
+    yield "model", f"{facts['path']} ({facts['model_type']}), not converted"
     if facts["part_of_larger"]:
-        rows.append(("", "the text model of a larger one, which also reads images"))
+        yield "", "the text model of a larger one, which also reads images"
     shape = f"{layers} layers, {heads} KV heads, head_dim {facts['head_dim']}"
-    rows.append(("shape", f"{shape}, {facts['positions']:,} positions"))
+    yield "shape", f"{shape}, {facts['positions']:,} positions"
     if facts["layers"]:
-        rows.append(("layers", facts["layers"]))
+        yield "layers", facts["layers"]
+    yield "recipe", facts["recipe"] or "none packaged: `train` derives one"
+    yield "bytes per number", f"{facts['element_bytes']}{' (assumed)' * facts['element_bytes_assumed']}"
     windows = ", ".join(f"{key} {size}" for key, size in facts["windows"].items())
-    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    yield "windows", f"{windows}: tokens that keep everything"
     of_layers = ", of layers with full attention" if facts["layers"] else ""
-    rows += [
-        ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
-        ("bytes per number", f"{facts['element_bytes']}{assumed}"),
-        ("windows", f"{windows}: tokens that keep everything"),
-        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}{of_layers}"),
-        (
-            "",
-            f"at pruning ratio {facts['pruning_ratio']:g} K {cache['key_pruned']:,}, V at most as before: at "
-            f"least {cache['saved']:.1%} saved",
-        ),
-    ]
+    yield "bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}{of_layers}"
+    pruned = f"at pruning ratio {facts['pruning_ratio']:g} K {cache['key_pruned']:,}, V at most as before"
+    yield "", f"{pruned}: at least {cache['saved']:.1%} saved"
     if both := facts["with_values_pruned"]:
         ratio = both["value_pruning_ratio"]
-        rows.append(("", f"with V at `value_pruning_ratio` {ratio:g}, too: {both['saved']:.1%} saved"))
+        yield "", f"with V at `value_pruning_ratio` {ratio:g}, too: {both['saved']:.1%} saved"
     for length, row in facts["bytes_per_row"].items():
         dense, pruned = (_write_size(row[side]) for side in ("dense", "pruned"))
-        rows.append((f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"))
-    return rows
+        yield f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"
 
 
 def _write_size(num_bytes: int) -> str:

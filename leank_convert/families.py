@@ -77,12 +77,7 @@ _ROWS = (
     Architecture("hy_v3", "HYV3", experts=True),
     Architecture("olmo3", "Olmo3", other_layers=_SLIDING, rope_by_kind=True),
     Architecture(
-        "qwen3_5_text",
-        "Qwen3_5",
-        is_text_part=True,
-        partial_rotary=True,
-        other_layers=_LINEAR,
-        gated=True,
+        "qwen3_5_text", "Qwen3_5", is_text_part=True, partial_rotary=True, other_layers=_LINEAR, gated=True
     ),
     Architecture(
         "qwen3_5_moe_text",

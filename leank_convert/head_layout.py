@@ -115,11 +115,7 @@ def count_cache_bytes(
 
 
 def count_row_bytes(
-    facts: ModelFacts,
-    cache: BytesPerToken,
-    windows: Windows,
-    num_tokens: int,
-    element_bytes: int,
+    facts: ModelFacts, cache: BytesPerToken, windows: Windows, num_tokens: int, element_bytes: int
 ) -> dict[str, int]:
     """Count the bytes of a row, `dense` and `pruned`, all layers together.
 
@@ -136,12 +132,7 @@ def count_row_bytes(
     }
 
 
-def describe_layers(
-    facts: ModelFacts,
-    cache: BytesPerToken,
-    windows: Windows,
-    element_bytes: int,
-) -> str:
+def describe_layers(facts: ModelFacts, cache: BytesPerToken, windows: Windows, element_bytes: int) -> str:
     """Say in one line what is pruned of a mixed model, and what that makes of its whole cache."""
     row = count_row_bytes(facts, cache, windows, _LENGTH, element_bytes)
     return (

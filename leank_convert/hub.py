@@ -103,14 +103,11 @@ def is_hub_id(name: str) -> bool:
 
 def is_repository(name: object) -> bool:
     """Whether something is a name `owner/name` that the hub would take."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
-
     if not isinstance(name, str) or not is_hub_id(name):
         return False
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        check_repo_id(name)
+    except LeanKError:
         return False
     return True
 
@@ -157,6 +154,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     from huggingface_hub import HfApi
 
     folder = Path(path)
+    check_repo_id(repo_id)
     read_leank_config(folder)
     own = None  # without a list, all of it
     if (folder / DIGESTS_NAME).exists():
@@ -176,10 +174,15 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
 
 def check_repo_id(repo_id: str) -> None:
     """Check a repository's name without asking the hub; raises LeanKError."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
 
-    with _hub_errors(repo_id, uploads=True):
+    try:
         validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise LeanKError(
+            f"`{repo_id}` is not a valid name of a hub repository", hint="use `owner/name`"
+        ) from error
 
 
 @contextmanager
@@ -199,31 +202,24 @@ def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        if uploads:
-            raise LeanKError(
-                f"`{repo_id}` is not a valid name of a hub repository", hint="use `owner/name`"
-            ) from error
         raise LeanKError(
             f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)
         ) from error
     except LocalTokenNotFoundError as error:
         raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, transport_error, OSError) as error:
+        reason = first_line(error)
+        hint: str | None = None
+        message = f"`{repo_id}` is not here, and the hub fails: {reason}"
         if uploads:
-            raise LeanKError(
-                f"uploading to `{repo_id}` failed: {first_line(error)}",
-                hint="check the name, and that `hf auth login` gave a token that may write",
-            ) from error
-        if isinstance(error, GatedRepoError):
-            raise LeanKError(
-                f"`{repo_id}` is gated on the hub",
-                hint=f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`",
-            ) from error
-        if isinstance(error, RepositoryNotFoundError):
-            raise LeanKError(
-                f"`{repo_id}` is neither here nor on the hub",
-                hint="a private repository needs `hf auth login`",
-            ) from error
-        if isinstance(error, RemoteEntryNotFoundError):
-            raise LeanKError(f"`{repo_id}` on the hub lacks a file: {first_line(error)}") from error
-        raise LeanKError(f"`{repo_id}` is not here, and the hub fails: {first_line(error)}") from error
+            message = f"uploading to `{repo_id}` failed: {reason}"
+            hint = "check the name, and that `hf auth login` gave a token that may write"
+        elif isinstance(error, GatedRepoError):
+            message = f"`{repo_id}` is gated on the hub"
+            hint = f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`"
+        elif isinstance(error, RepositoryNotFoundError):
+            message = f"`{repo_id}` is neither here nor on the hub"
+            hint = "a private repository needs `hf auth login`"
+        elif isinstance(error, RemoteEntryNotFoundError):
+            message = f"`{repo_id}` on the hub lacks a file: {reason}"
+        raise LeanKError(message, hint=hint) from error

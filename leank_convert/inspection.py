@@ -96,7 +96,8 @@ def _inspect(path: str | Path) -> dict[str, Any]:
 
 def _inspect_mask(path: Path) -> dict[str, Any]:
     mask = load_mask(path)
-    known, layers = mask.provenance, {}
+    known = mask.provenance
+    layers: dict[str, Any] = {}
     if known is not None and known.layers is not None:
         sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
         layers = {"pruned_layers": known.layers, "layers": sentence}
@@ -115,10 +116,8 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
 def _describe_origin(mask: ChannelMask) -> dict[str, Any]:
     known = mask.provenance
     return {
-        "model": known.model if known else None,
-        "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
+        **{key: getattr(known, key, None) for key in ("model", "pruning_ratio_asked", "width_multiple")},
         "pruning_ratio": mask.pruning_ratio,
-        "width_multiple": known.width_multiple if known else None,
         "provenance": known and asdict(known),
     }
 
@@ -271,7 +270,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
 def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) -> str:
     """Render what `inspect_artifact` found as text for a person, if asked with the recipe of the mask."""
     if facts["kind"] == "model":
-        lines = listing(list_estimate_rows(facts))
+        lines = listing([*list_estimate_rows(facts)])
     else:
         recipe = ((facts["provenance"] or {}).get("recipe") or "").splitlines()
         rows = [*_model_rows(facts), *_size_rows(facts), *_capacity_rows(facts), *_provenance_rows(facts)]

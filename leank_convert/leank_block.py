@@ -83,10 +83,7 @@ def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> L
     """
     kinds = ["full_attention" if n in facts.layers else "other" for n in range(facts.num_hidden_layers)]
     config: Any = SimpleNamespace(
-        leank=leank,
-        num_key_value_heads=facts.num_key_value_heads,
-        head_dim=facts.head_dim,
-        layer_types=kinds,
+        leank=leank, num_key_value_heads=facts.num_key_value_heads, head_dim=facts.head_dim, layer_types=kinds
     )
     try:
         settings = read_settings(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,13 +105,8 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
     sizes = list(shape)
     if len(sizes) != 3 or 0 in sizes:
         raise LeanKError(f"mask `{path}` is a tensor of shape {cut(sizes)}, not [layers, KV heads, head_dim]")
-    layers, heads, head_dim = sizes
-    if (
-        layers > MAX_LAYERS
-        or heads > MAX_HEADS
-        or head_dim > MAX_HEAD_DIM
-        or layers * heads * head_dim > MAX_CHANNELS
-    ):
+    largest = (MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM)
+    if math.prod(sizes) > MAX_CHANNELS or any(size > most for size, most in zip(sizes, largest, strict=True)):
         raise LeanKError(
             f"mask `{path}` is a tensor of shape {cut(sizes)}, which exceeds any model's: at most "
             f"{MAX_LAYERS} layers, {MAX_HEADS} KV heads, a head_dim of {MAX_HEAD_DIM} and {MAX_CHANNELS} "

@@ -202,8 +202,7 @@ class Recipe(_Section):
         + " average over; others ignore it",
     )
     pruning_ratio: _Fractions = Field(
-        0.7,
-        description="fraction of the whole model's K channels that is removed; a list: a mask for each",
+        0.7, description="fraction of the whole model's K channels that is removed; a list: a mask for each"
     )
     width_multiple: _PositiveInt = Field(
         32,
@@ -234,8 +233,7 @@ class Recipe(_Section):
         1, description="contexts of one optimizer step, run one after another and shared by all ranks"
     )
     held_out_samples: _NonNegativeInt = Field(
-        16,
-        description="held-out contexts that are answered dense and pruned when a mask is made; 0: none",
+        16, description="held-out contexts that are answered dense and pruned when a mask is made; 0: none"
     )
     offload_context: bool = Field(
         False, description="keep the context's keys and values in host memory, for contexts a GPU cannot hold"
@@ -293,11 +291,6 @@ class Recipe(_Section):
     def text(self) -> str:
         """The recipe as its author wrote it, overrides as trailing comments; for provenance."""
         return self.to_yaml() if self._text is None else self._text
-
-    @property
-    def paths(self) -> tuple[str | None, ...]:
-        """The values that may name a local file or folder."""
-        return self.model.id, self.mask, self.data.haystack.source, self.heads.pattern
 
     @property
     def derivation(self) -> str:

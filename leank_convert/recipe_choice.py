@@ -46,11 +46,7 @@ def find_recipe(
 
 
 def require_recipe(
-    recipe: Recipe | str | Path | None,
-    model: str | Path | None,
-    *,
-    run: Path,
-    overrides: Sequence[str] = (),
+    recipe: Recipe | str | Path | None, model: str | Path | None, *, run: Path, overrides: Sequence[str] = ()
 ) -> Recipe:
     """Find a recipe, as `find_recipe` does; raises as `load_recipe`; also if there is none."""
     found = find_recipe(recipe, model, run=run, overrides=overrides)

@@ -123,9 +123,6 @@ def find_kernels(
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
     runtime: Any = sys.modules[type(layers[0]).__module__]
     most_columns = runtime.MAX_DRAFT if drafts else 1
-    more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
-    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype)
-    stored = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
     found = [
         runtime.find_kernels(
             device,
@@ -135,9 +132,9 @@ def find_kernels(
             chunk_size=layers[0].layout.chunk_size,
             max_chunks=max_chunks,
             value_chunk=layers[0].layout.value_chunk,
-            **({} if num_columns == 1 else {"num_columns": num_columns}),
-            **stored,
-            **more,
+            num_columns=num_columns,
+            cache_dtype={"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype),
+            has_sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
         )
         for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
         for num_columns in range(1, most_columns + 1)

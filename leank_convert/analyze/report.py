@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,30 +127,20 @@ def check_writable(out: Path) -> None:
     check_replaceable(out, overwrite=False)
 
 
-def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
-    lengths = ", ".join(f"{length:,}" for length in measured.lengths)
-    facts = [
-        (
-            "measured on",
-            f"{', '.join(measured.tasks)} at {lengths} tokens, "
-            f"{measured.num_samples} of each" + ("; keys less their mean" if measured.centred else ""),
-        )
-    ]
+def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
+    prompts = (
+        f"{', '.join(measured.tasks)} at {', '.join(f'{length:,}' for length in measured.lengths)} tokens"
+    )
+    centred = "; keys less their mean" if measured.centred else ""
+    yield "measured on", f"{prompts}, {measured.num_samples} of each{centred}"
     for name, table in (("tasks", measured.between_tasks), ("lengths", measured.between_lengths)):
         others = [value for row, values in enumerate(table) for value in values[:row]]
         if others:
             text = f"Pearson correlation of channel norms {min(others):.3f} to {max(others):.3f}"
-            facts.append((f"between {name}", text))
-    means = [
-        f"{value:.3f} of heads {name}"
-        for name, value in (
-            ("of width 0", measured.ratio_of_empty),
-            ("with channels", measured.ratio_of_others),
-        )
-        if value is not None
-    ]
-    facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
-    return facts
+            yield f"between {name}", text
+    means = {"of width 0": measured.ratio_of_empty, "with channels": measured.ratio_of_others}
+    told = [f"{mean:.3f} of heads {name}" for name, mean in means.items() if mean is not None]
+    yield "high frequencies", f"mean ratio {', '.join(told)}"
 
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:

@@ -34,16 +34,12 @@ _SENTENCE_END = re.compile(
 
 
 class Haystack:
-    """Running text without end: the sentences of a text in their order, or those that a grammar draws.
-
-    Attributes:
-        text: The text as it is, line breaks and all; empty where there is none.
-        digest: Of all text that can come out of it.
-    """
+    """Running text without end: the sentences of a text in their order, or those that a grammar draws."""
 
     def __init__(self, sentences: Sequence[str] | None = None, text: str = "") -> None:
-        self._sentences, self.text = sentences, text
-        self.digest = "grammar"
+        self._sentences = sentences
+        self.text = text  # as it is, line breaks and all; empty where there is none
+        self.digest = "grammar"  # of all text that can come out of it
         if sentences is not None:
             self.digest = hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -117,7 +116,7 @@ def train_masks(
             else:
                 masks, gates, checked = _measure(model, chosen, ranks, progress)
             is_first = ranks.is_first
-        masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
+        masks = {ratio: mask.noting(held_out=checked.get(ratio)) for ratio, mask in masks.items()}
         if is_first:
             _warn(checked)
             if chosen.trains:
@@ -133,11 +132,6 @@ def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:
     """Keep other runs out of the folder until the stack is left."""
     check_folder(directory.out)
     stack.enter_context(lock_training(directory.out))
-
-
-def _add_held_out(mask: ChannelMask, held_out: HeldOut | None) -> ChannelMask:
-    assert mask.provenance is not None
-    return replace(mask, provenance=replace(mask.provenance, held_out=held_out))
 
 
 def _warn(checked: Mapping[float, HeldOut]) -> None:

@@ -50,11 +50,7 @@ _MARGIN_START, _MARGIN_END = 20, 64
 _TEMPLATE_TOKENS = 8
 _MAX_VALUES, _MAX_HOPS = 4, 4
 # With names of two words: name and value; as many of those, with `;` between; a chain's names and its value.
-_LONGEST_ANSWER = {
-    "retrieval": 4,
-    "multi_value": 5 * _MAX_VALUES - 1,
-    "variable_tracking": 2 * _MAX_HOPS + 2,
-}
+_LONGEST_ANSWER = {"retrieval": 4, "multi_value": 5 * _MAX_VALUES - 1, "variable_tracking": 2 * _MAX_HOPS + 2}
 
 Words = tuple[str, ...]
 

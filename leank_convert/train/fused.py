@@ -8,7 +8,7 @@ Elsewhere plain torch does it in blocks of keys. Letters as in `attention`; N qu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -83,44 +83,16 @@ def query_gradient(
         return result * scaling
     gradient, output = gradient.to(query.dtype), output.to(query.dtype)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    tensors, sizes = (gradient, query, key, value, output), (query.shape[2], key.shape[2])
+    operators: Any = torch.ops.aten
+    rest: tuple[Any, ...]
     if kernel == "cudnn":
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output,
-            lse[..., None],
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            num_queries,
-            num_keys,
-            0.0,
-            False,
-            scale=scaling,
-        )
+        backward = operators._scaled_dot_product_cudnn_attention_backward
+        rest = (lse[..., None], seed, seed, None, None, None, *sizes, 0.0, False)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output,
-            lse,
-            None,
-            None,
-            num_queries,
-            num_keys,
-            0.0,
-            False,
-            seed,
-            seed,
-            scale=scaling,
-        )
+        backward = operators._scaled_dot_product_flash_attention_backward
+        rest = (lse, None, None, *sizes, 0.0, False, seed, seed)
+    found = backward(*tensors, *rest, scale=scaling)
     gradient_of_query: Tensor = found[0]
     return gradient_of_query
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,10 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.files import parse_json, write_atomically
+from leank_convert.fields import Fields
+from leank_convert.files import read_json, write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
+from leank_convert.windows import MAX_WINDOW
 
 GATES_NAME = "full_attention_heads.tsv"
 
@@ -41,25 +42,36 @@ def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
     Raises:
         LeanKError: If a file is not there, is not of that format, or does not fit the model.
     """
-    folder = Path(str(recipe.heads.pattern))
-    gates = _read_gates(folder / GATES_NAME)
+    folder, windows = Path(str(recipe.heads.pattern)), recipe.windows
+    path = folder / GATES_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+        gates = np.loadtxt(text.splitlines(), dtype=float, comments=None, delimiter="\t", ndmin=2)
+        if not np.isfinite(gates).all():
+            raise ValueError("a gate is not finite")
+    except (OSError, ValueError) as error:
+        # Of lines of unequal length, numpy goes on to name an argument of its own.
+        told = error.strerror if isinstance(error, OSError) else first_line(error).partition(";")[0]
+        raise LeanKError(
+            f"`{path}` of `heads.pattern` cannot be read: {told}",
+            hint="a folder of DuoAttention's `attn_patterns/` is needed; this file of it holds a line per "
+            "layer, a number per KV head, separated by tabs",
+        ) from error
     expected = facts.mask_shape[:2]
     if gates.shape != expected:
         raise LeanKError(
-            f"`{folder / GATES_NAME}` has gates of shape {list(gates.shape)}; the model needs "
-            f"{list(expected)} (layers, KV heads)",
+            f"`{path}` has gates of shape {list(gates.shape)}; the model needs {list(expected)} (layers, KV "
+            "heads)",
             hint="a pattern fits only the model it was made for; set `heads.pattern` to null to learn one",
         )
-    learned, windows = _read_config(folder / CONFIG_NAME), recipe.windows
-    for key, size in learned.items():
-        if size > getattr(windows, key):
+    learned = Fields(read_json(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
+    for key, own in (("sink_size", windows.sink_size), ("recent_size", windows.recent_size)):
+        if (size := learned.whole_number(key, 0, MAX_WINDOW)) > own:
             _logger.warning(
-                "`%s` was learned with `%s` %d, and `windows.%s` is %d: its heads see less than they did",
-                folder,
-                key,
-                size,
-                key,
-                getattr(windows, key),
+                f"`{folder}` was learned with `{key}` {size}, and `windows.{key}` is {own}: its heads see "
+                "less than they did"
             )
     return torch.from_numpy(gates).clamp(0.0, 1.0).float()[..., None]
 
@@ -71,40 +83,3 @@ def save_pattern(gates: Tensor, windows: WindowsSection, folder: Path) -> None:
     write_atomically(folder / GATES_NAME, "".join(f"{line}\n" for line in lines).encode())
     sizes = windows.model_dump(include={"sink_size", "recent_size"})
     write_atomically(folder / CONFIG_NAME, f"{json.dumps(sizes)}\n".encode())
-
-
-def _read_gates(path: Path) -> np.ndarray[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if not text.strip():
-            raise ValueError("it is empty")
-        gates = np.loadtxt(text.splitlines(), dtype=float, comments=None, delimiter="\t", ndmin=2)
-        if not np.isfinite(gates).all():
-            raise ValueError("a gate is not finite")
-    except (OSError, ValueError) as error:
-        # Of lines of unequal length, numpy goes on to name an argument of its own.
-        told = error if isinstance(error, OSError) else first_line(error).partition(";")[0]
-        raise _unreadable(path, told, "a line per layer, a number per KV head, separated by tabs") from error
-    return gates
-
-
-def _read_config(path: Path) -> dict[str, int]:
-    try:
-        config = parse_json(path.read_bytes())
-        sizes = {key: config[key] for key in ("sink_size", "recent_size")}
-        for key, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ValueError(f"`{key}` is `{size}`, no number of tokens")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        missing = f"there is no key {error}" if isinstance(error, KeyError) else error
-        raise _unreadable(path, missing, "a JSON object with `sink_size` and `recent_size`") from error
-    return sizes
-
-
-def _unreadable(path: Path, error: Exception | str, expected: str) -> LeanKError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    told = first_line(reason) if isinstance(reason, Exception) else reason
-    return LeanKError(
-        f"`{path}` of `heads.pattern` cannot be read: {told}",
-        hint=f"a folder of DuoAttention's `attn_patterns/` is needed; this file of it holds {expected}",
-    )

@@ -50,13 +50,7 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
 
 
 class Gradients:
-    """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
-
-    Attributes:
-        captures: Whether there are graphs.
-        key_mean: What comes off all keys, float32 [L, H_kv, D] where the model is; None for nothing. Set
-            before the first sample, as graphs read it where it lies.
-    """
+    """Adds up the gradients of samples; by graphs where one CUDA device holds model and context."""
 
     def __init__(
         self,
@@ -68,9 +62,12 @@ class Gradients:
         offload: bool = False,
     ) -> None:
         device = model.device
+        # Whether there are graphs.
         self.captures = not (device.type != "cuda" or spread or offload or _depends_on_padding(model))
         self._captures_context = self.captures and is_bound_by_host(model, longest)
         self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
+        # What comes off all keys, float32 [L, H_kv, D] where the model is; set before the first sample, as
+        # graphs read it where it lies.
         self.key_mean: Tensor | None = None
         self._room: StoredContext | None = None
         self._known: set[Sizes] = set()

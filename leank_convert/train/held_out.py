@@ -168,23 +168,23 @@ def check_held_out(
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
     sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
-
-    def measure(place: int) -> None:
-        if ending.reason:
-            raise LeanKError(
-                f"{ending.reason} ended the check of held-out samples",
-                hint="go on with it by `--resume`" if recipe.trains else None,
-                exit_code=ending.exit_code,
-            )
-        sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
-
-    def show(count: int) -> None:
-        num_tokens, *right = sums[:, 0].tolist()
-        dense_share, *shares = (f"{each / max(1.0, num_tokens):.1%}" for each in right)
-        advance(count, figures=f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}")
-
     bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
     with bar as advance, Interruption() as ending:
+
+        def measure(place: int) -> None:
+            if ending.reason:
+                raise LeanKError(
+                    f"{ending.reason} ended the check of held-out samples",
+                    hint="go on with it by `--resume`" if recipe.trains else None,
+                    exit_code=ending.exit_code,
+                )
+            sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
+
+        def show(count: int) -> None:
+            num_tokens, *right = sums[:, 0].tolist()
+            dense_share, *shares = (f"{each / max(1.0, num_tokens):.1%}" for each in right)
+            advance(count, figures=f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}")
+
         ranks.share(num_contexts, measure, show)
     counts, dense, *found = ranks.combine(sums).tolist()
     checked = {}

@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json_lines, write_atomically
 from leank_convert.held_out import HeldOut
-from leank_convert.progress import Advance, progress_bar
+from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 
 LOG_NAME = "log.jsonl"
@@ -76,71 +76,24 @@ class TrainingLog:
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, num_steps: int, start: int, progress: bool) -> None:
-        self._folder = folder
         self._recipe = recipe
-        self._start = start
-        self._tokens = 0
-        self._seconds = 0.0
-        self._trackers: list[Callable[..., None]] = []
-        self._stack = ExitStack()
-        self._num_steps = num_steps
-        self._shown = progress
-        self._advance: Advance
-
-    def __enter__(self) -> TrainingLog:
-        start = {"tensorboard": self._start_tensorboard, "wandb": self._start_wandb}
+        self._tokens, self._seconds = 0, 0.0
+        path, trackers = folder / LOG_NAME, {"tensorboard": _start_tensorboard, "wandb": _start_wandb}
         # What is open already is closed again if a tracker does not start.
         with ExitStack() as stack:
-            path = self._folder / LOG_NAME
-            kept = [record for record in read_log(path) if record.step <= self._start]
-            write_atomically(path, map(_to_line, kept))
+            write_atomically(path, [_to_line(record) for record in read_log(path) if record.step <= start])
             self._file = stack.enter_context(path.open("ab"))
-            self._trackers = [start[name](stack) for name in self._recipe.trackers]
+            self._trackers = [trackers[name](stack, folder, recipe, start) for name in recipe.trackers]
             self._advance = stack.enter_context(
-                progress_bar(self._shown, "training", self._num_steps, done=self._start, stays=True)
+                progress_bar(progress, "training", num_steps, done=start, stays=True)
             )
             self._stack = stack.pop_all()
+
+    def __enter__(self) -> TrainingLog:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-    def _start_tensorboard(self, stack: ExitStack) -> Callable[..., None]:
-        try:  # here, as it takes a while to import
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            _logger.info("TensorBoard is not installed, so there are no events: %s has all figures", LOG_NAME)
-            return lambda values, step: None
-        events: Any = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._start + 1)
-        stack.enter_context(events)
-
-        def track(values: Mapping[str, float], step: int) -> None:
-            for name, value in values.items():
-                events.add_scalar(name, value, step)
-            events.flush()
-
-        return track
-
-    def _start_wandb(self, stack: ExitStack) -> Callable[..., None]:
-        known = self._folder / "wandb_run_id"
-        try:
-            run = import_module("wandb").init(
-                project=os.environ.get("WANDB_PROJECT", "leank"),
-                name=self._folder.resolve().parent.name,
-                dir=str(self._folder),
-                id=known.read_text().strip() if known.exists() else None,
-                resume="allow",
-                config=self._recipe.model_dump(mode="json"),
-            )
-        except Exception as error:  # W&B has errors of its own, which need not be importable here
-            raise LeanKError(
-                f"W&B cannot be started: {first_line(error)}",
-                hint="`wandb login`, set `WANDB_MODE=offline`, or drop `wandb` from the recipe's `trackers`",
-            ) from error
-        stack.push(lambda kind, *_: run.finish(exit_code=0 if kind is None else 1))
-        write_atomically(known, f"{run.id}\n".encode())
-        track: Callable[..., None] = run.log
-        return track
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
@@ -162,6 +115,45 @@ class TrainingLog:
         """Bring all lines to disk; called before a state is saved, so that none it counts on can be lost."""
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _start_tensorboard(stack: ExitStack, folder: Path, recipe: Recipe, start: int) -> Callable[..., None]:
+    try:  # here, as it takes a while to import
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _logger.info("TensorBoard is not installed, so there are no events: %s has all figures", LOG_NAME)
+        return lambda values, step: None
+    events: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+    stack.enter_context(events)
+
+    def track(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            events.add_scalar(name, value, step)
+        events.flush()
+
+    return track
+
+
+def _start_wandb(stack: ExitStack, folder: Path, recipe: Recipe, start: int) -> Callable[..., None]:
+    known = folder / "wandb_run_id"
+    try:
+        run = import_module("wandb").init(
+            project=os.environ.get("WANDB_PROJECT", "leank"),
+            name=folder.resolve().parent.name,
+            dir=str(folder),
+            id=known.read_text().strip() if known.exists() else None,
+            resume="allow",
+            config=recipe.model_dump(mode="json"),
+        )
+    except Exception as error:  # W&B has errors of its own, which need not be importable here
+        raise LeanKError(
+            f"W&B cannot be started: {first_line(error)}",
+            hint="`wandb login`, set `WANDB_MODE=offline`, or drop `wandb` from the recipe's `trackers`",
+        ) from error
+    stack.push(lambda kind, *_: run.finish(exit_code=0 if kind is None else 1))
+    write_atomically(known, f"{run.id}\n".encode())
+    track: Callable[..., None] = run.log
+    return track
 
 
 def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:

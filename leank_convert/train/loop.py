@@ -116,11 +116,7 @@ def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
 
 
 def _set_up(
-    model: str | Path,
-    recipe: Recipe,
-    ranks: Ranks,
-    saved: TrainingState | None,
-    directory: TrainingDirectory,
+    model: str | Path, recipe: Recipe, ranks: Ranks, saved: TrainingState | None, directory: TrainingDirectory
 ) -> tuple[Run, SampleSource]:
     files = find_model(model, recipe)
     loaded = load_model(files, recipe, ranks.device)

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint, open_checkpoint

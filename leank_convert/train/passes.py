@@ -145,10 +145,7 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _run(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    positions: Tensor,
-    leank_pass: ContextPass | FollowingPass,
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, leank_pass: ContextPass | FollowingPass
 ) -> Tensor:
     """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
     ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))

@@ -37,11 +37,7 @@ _logger = logging.getLogger("leank_convert")
 
 
 class Run:
-    """A run between two steps, on one of the processes that share a step's samples.
-
-    Attributes:
-        gradients: What computes losses and their gradients.
-    """
+    """A run between two steps, on one of the processes that share a step's samples."""
 
     def __init__(
         self, recipe: Recipe, loaded: LoadedModel, ranks: Ranks, fingerprint: dict[str, str]
@@ -401,6 +397,7 @@ def build_mask(
     values: ValueBasis | None = None,
 ) -> ChannelMask:
     """The mask of one of a recipe's ratios, with where it comes from."""
+    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
     provenance = MaskProvenance.for_model(
         model_name(files.name),
         files.facts,
@@ -408,7 +405,7 @@ def build_mask(
         **recipe.windows.model_dump(),
         pruning_ratio_asked=pruning_ratio,
         width_multiple=recipe.width_unit(files.facts.head_dim),
-        recipe=hide_local_paths(recipe.text, recipe.paths),
+        recipe=hide_local_paths(recipe.text, paths),
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )

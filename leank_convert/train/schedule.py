@@ -44,13 +44,7 @@ class Phase:
 
 
 class Schedule:
-    """All phases of a recipe that have steps.
-
-    Attributes:
-        phases: In the order they run.
-        num_steps: Steps of all of them.
-        num_comparisons: How often masks are tried on validation contexts, where there are any.
-    """
+    """All phases of a recipe that have steps."""
 
     def __init__(self, recipe: Recipe) -> None:
         heads, stage1, stage2 = recipe.heads, recipe.stage1, recipe.stage2
@@ -67,8 +61,9 @@ class Schedule:
             for ratio in recipe.pruning_ratios:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps
-        self.phases = tuple(phase for phase in phases if phase.steps)
+        self.phases = tuple(phase for phase in phases if phase.steps)  # in the order they run
         self.num_steps = stop
+        # How often masks are tried on validation contexts, where there are any.
         self.num_comparisons = sum(
             1 + sum(phase.ends_tenth(step) for step in range(phase.start + 1, phase.stop + 1))
             for phase in self.phases

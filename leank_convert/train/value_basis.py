@@ -48,14 +48,10 @@ class ValueBasis:
     def prune(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
         """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens."""
         assert mask.provenance is not None
-        known = replace(
-            mask.provenance,
-            value_pruning_ratio_asked=pruning_ratio,
-            value_tokens=self.num_tokens,
-            value_weights=self.weights,
-        )
         widths = choose_value_widths(self.energies, mask.channel_mask.any(-1), pruning_ratio)
-        return replace(mask, value_basis=self.directions, value_widths=widths, provenance=known)
+        known = {"value_pruning_ratio_asked": pruning_ratio, "value_tokens": self.num_tokens}
+        pruned = replace(mask, value_basis=self.directions, value_widths=widths)
+        return pruned.noting(**known, value_weights=self.weights)
 
 
 def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
