@@ -48,6 +48,14 @@ class RecipeError(LeanKError):
         super().__init__(message, hint)
 
 
+class NotFiniteError(LeanKError):
+    """Numbers that are not finite, as a sentence says; exit code 1."""
+
+    def __init__(self, message: str) -> None:
+        hint = "float16 overflows where bfloat16 and float32 do not: see `model.dtype`"
+        super().__init__(message, hint, exit_code=1)
+
+
 class LeanKMemoryError(LeanKError):
     """Memory does not suffice; with less to hold it may."""
 

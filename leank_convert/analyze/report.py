@@ -1,8 +1,7 @@
-"""Report of a mask's analysis: text, and a folder of a page that opens offline, figures, numbers as JSON."""
+"""Report of a mask's analysis: text, numbers, and a page that opens offline."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +18,13 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_m
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
 from leank_convert.report.mask_sections import describe_mask, list_mask_sections
-from leank_convert.report.page import Section, figure_png, panels, render_page, rows_height
+from leank_convert.report.page import Section, panels, render_page, rows_height
 from leank_convert.tables import listing
 
 if TYPE_CHECKING:
     from leank_convert.analyze.measurement import Measurement
 
+_PAGE_NAME = "analysis.html"
 _PAIRS_PER_LINE = 8
 
 
@@ -69,19 +69,13 @@ class AnalysisReport:
         measured = [] if self.measured is None else _describe_measured(self.measured)
         return [*model, ("mask", self.origin), *describe_mask(self.analysis), *measured]
 
-    @cached_property
-    def sections(self) -> list[Section]:
-        """The figures, each with heading and caption."""
-        measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
-        return [*list_mask_sections(self.mask, self.analysis), *measured]
-
     def to_dict(self) -> dict[str, Any]:
         """The numbers as JSON-ready data."""
         measured = None if self.measured is None else self.measured.to_dict()
         return {**self.analysis.to_dict(), "measured": measured}
 
-    def write(self, out: Path) -> list[Path]:
-        """Write page, figures and numbers into a folder that appears whole or not at all; return the files.
+    def write(self, out: Path) -> Path:
+        """Write a page that opens offline into a folder that appears whole or not at all.
 
         Raises:
             LeanKError: If the folder already holds something.
@@ -89,14 +83,12 @@ class AnalysisReport:
         """
         check_writable(out)
         title = f"Analysis of {self.analysis.model or Path(self.origin).name}"
-        page = render_page(title, self.facts, [section.to_html() for section in self.sections])
-        contents = {"analysis.html": page.encode()}
-        contents |= {f"{section.name}.png": figure_png(section.draw) for section in self.sections}
-        contents["analysis.json"] = (json.dumps(self.to_dict(), indent=1) + "\n").encode()
+        measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
+        sections = [*list_mask_sections(self.mask, self.analysis), *measured]
+        page = render_page(title, self.facts, [section.to_html() for section in sections])
         with staged_folder(out, overwrite=False) as partial:
-            for name, content in contents.items():
-                write_atomically(partial / name, content)
-        return [out / name for name in contents]
+            write_atomically(partial / _PAGE_NAME, page.encode())
+        return out / _PAGE_NAME
 
     def to_text(self) -> str:
         """The facts, then tables by RoPE pair and by layer."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import NotFiniteError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train.centring import centre_keys
 from leank_convert.train.fusion import uncompiled
@@ -85,11 +85,7 @@ def measure_attention(
     statistics = AttentionStatistics(*_stack(measurement.layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):
-            raise LeanKError(
-                f"`{name}` of a prompt of {len(input_ids)} tokens is not finite",
-                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-                exit_code=1,
-            )
+            raise NotFiniteError(f"`{name}` of a prompt of {len(input_ids)} tokens is not finite")
     return statistics
 
 

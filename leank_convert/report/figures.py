@@ -102,15 +102,9 @@ def draw_kept_by_pair(axes: Axes, analysis: MaskAnalysis) -> None:
     axes.plot(pairs, neighbours, color=GREEN, linewidth=1.6, label="median of the neighbours")
     for outlier in analysis.outliers:
         bars[outlier.pair].set_facecolor(ORANGE)
-        axes.annotate(
-            f"pair {outlier.pair}: {outlier.kept:.0%}",
-            (outlier.pair, 100 * outlier.kept),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            color=ORANGE,
-            fontweight="bold",
-        )
+        style = {"ha": "center", "color": ORANGE, "fontweight": "bold"}
+        share = f"pair {outlier.pair}: {outlier.kept:.0%}"
+        _annotate(axes, share, (outlier.pair, 100 * outlier.kept), (0, 4), **style)
     axes.margins(y=0.14)
     axes.set(
         title="Kept by RoPE pair",
@@ -184,13 +178,7 @@ def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
         label="saved",
     )
     for place, (_, pruned, dense) in enumerate(rows):
-        axes.annotate(
-            f"{1 - pruned / dense:.1%} saved",
-            (dense / 1024, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        _annotate(axes, f"{1 - pruned / dense:.1%} saved", (dense / 1024, place), (5, 0), va="center")
     axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
     axes.margins(x=0.22)
     axes.grid(axis="x")
@@ -345,10 +333,13 @@ def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:
         first = sum(record.stage < stage for record in records)
         if 0 < first < len(records):
             axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
-            axes.annotate(
-                f"stage {stage}", (first + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -3),
-                textcoords="offset points", va="top",
-            )  # fmt: skip
+            where = ("data", "axes fraction")
+            _annotate(axes, f"stage {stage}", (first + 0.5, 1), (4, -3), xycoords=where, va="top")
+
+
+def _annotate(axes: Axes, text: str, place: Any, points: tuple[int, int], **style: Any) -> None:
+    """Write a text so many points right of and above a place."""
+    axes.annotate(text, place, xytext=points, textcoords="offset points", **style)
 
 
 def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:

@@ -94,7 +94,7 @@ def rows_height(num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with one figure below it, which is drawn for the page and again for a PNG."""
+    """A heading with one figure below it."""
 
     heading: str  # as text
     name: str  # what the ids within the figure begin with; no other section of the page may have it

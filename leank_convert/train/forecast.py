@@ -22,7 +22,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
-from leank_convert.train.model import LoadedModel, count_bytes, find_model, load_model
+from leank_convert.train.model import count_bytes, find_model, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
@@ -183,20 +183,16 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
     try:
         loaded = load_model(files, recipe, chosen)
         run = Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
-        samples = _draw_mean_samples(loaded, recipe)
+        length = (recipe.data.min_length + recipe.data.max_length) // 2
+        data = recipe.data.model_copy(update={"min_length": length, "max_length": length})
+        source = SampleSource(loaded.tokenizer, data, recipe.seed)
+        source.check()
+        samples = [source.draw(index) for index in range(len(data.tasks))]
         found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
         with out_of_memory("a step", "see above"):
             return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
     except LeanKMemoryError as error:
         return replace(found, why_unmeasured=error.message)
-
-
-def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSample]:
-    length = (recipe.data.min_length + recipe.data.max_length) // 2
-    data = recipe.data.model_copy(update={"min_length": length, "max_length": length})
-    source = SampleSource(loaded.tokenizer, data, recipe.seed)
-    source.check()
-    return [source.draw(index) for index in range(len(data.tasks))]
 
 
 def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Held-out check of a new mask, a few samples answered dense and pruned, and validation within training.
+"""Held-out check of a new mask: a few samples answered dense and pruned.
 
 What is judged is how many of the answers' tokens are the most likely ones, each given the right tokens
 before it: a model too small to write a long code without a slip, or one that begins in prose, still shows by
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -22,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank_convert.data import Question, SampleSource, TrainingSample
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
-from leank_convert.train.graphs import Gradients, is_bound_by_host
+from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
@@ -41,7 +40,6 @@ from leank_convert.windows import Windows
 
 # Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.
 _SEED_OFFSET = 1_000_000
-_VALIDATION_OFFSET = 500_000  # apart from training, and from what is held out in the end
 _ROWS_AT_ONCE = 64  # of logits
 # What is counted of a sample: a row of the tokens and answers there are, one of the dense model, one of each
 # student. Columns are the tokens and answers that are right, the loss (of the dense model the magnitude of
@@ -244,10 +242,8 @@ def _measure(
         )
     losses = [found.magnitude, *found.distillation]
     if not all(map(math.isfinite, losses)):
-        raise LeanKError(
-            f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-            exit_code=1,
+        raise NotFiniteError(
+            f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite"
         )
     num_answers, dense = int(found.owners.max()) + 1, int(found.dense.sum())
     rows: list[list[float]] = [[len(found.owners), num_answers, 0, 0]]
@@ -313,36 +309,3 @@ def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
         "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
         "stages more steps"
     )
-
-
-class Validation:
-    """Contexts of a recipe's data with another seed, on which masks of stage 2 are compared.
-
-    Near a high ratio one channel block more or less may decide whether a model still retrieves, and stage 2
-    goes from one mask to another with every step: the last of them is as good as chance made it.
-    """
-
-    def __init__(self, recipe: Recipe, loaded: LoadedModel, gradients: Gradients, ranks: Ranks) -> None:
-        self._count = recipe.stage2.validation_contexts
-        self._source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _VALIDATION_OFFSET)
-        self._gradients = gradients
-        self._ranks = ranks
-
-    def loss(self, student: Student) -> float:
-        """The mean loss of a student.
-
-        Raises:
-            LeanKError: If memory does not suffice, or no sample can be drawn, on any rank.
-        """
-
-        def add_up() -> float:
-            with out_of_memory("a validation context", "lower `data.max_length`"):
-                return sum(self._gradients.loss(sample, student).item() for sample in self._samples)
-
-        (total,) = self._ranks.totals([self._ranks.on_all(add_up)])
-        return total / self._count
-
-    @cached_property
-    def _samples(self) -> list[TrainingSample]:
-        own = range(self._ranks.rank, self._count, self._ranks.num_ranks)
-        return [self._source.draw(index) for index in own]

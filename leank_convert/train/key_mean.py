@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import LoadedModel
@@ -74,13 +74,33 @@ def measure_keys(
     """
     ranks = ranks or Ranks(loaded.model.device)
     shape, num_tokens = loaded.facts.mask_shape, 0
-    sums, extremes = torch.zeros(shape, dtype=torch.float64), torch.full((3, *shape), float("-inf"))
+    sums = torch.zeros(shape, dtype=torch.float64)
+    extremes = torch.full((3, *shape), float("-inf"))  # of keys, of negated keys, of absolute values
 
-    def measure(place: int) -> None:
-        nonlocal sums, extremes, num_tokens
-        input_ids = samples.draw(place).prefix_ids
-        found = _measure(loaded, input_ids, offload, value_basis)
-        sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
+    def measure(number: int) -> None:
+        nonlocal num_tokens
+        input_ids = samples.draw(number).prefix_ids
+        with out_of_memory(
+            f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
+            "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
+        ):
+            context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
+            for place, layer in enumerate(loaded.facts.layers):
+                keys, values = (kept[0] for kept in context.load(layer))
+                compute = torch.promote_types(keys.dtype, torch.float32)
+                if value_basis is not None:
+                    values = values.to(compute) @ value_basis[place].to(values.device, compute)
+                # In single precision, whose error is a thousandth of float16's. However keys were stored,
+                # they are laid out alike here: the order of a sum, and so its last bits, follows from that.
+                sums[place] += keys.contiguous().sum(1, dtype=compute).cpu().double()
+                lowest, highest = keys.aminmax(dim=1)
+                found = torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu()
+                extremes[:, place] = torch.maximum(extremes[:, place], found)
+                if not bool(found.isfinite().all()):
+                    raise NotFiniteError(
+                        f"keys or values of model `{loaded.name}` are not finite on a context of "
+                        f"{len(input_ids)} tokens"
+                    )
         num_tokens += len(input_ids)
 
     with progress_bar(progress and ranks.is_first, "measuring keys", num_contexts) as advance:
@@ -96,35 +116,3 @@ def measure_keys(
         )
     highest, lowered, largest_value = ranks.combine(extremes, largest=True)
     return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens, num_contexts)
-
-
-def _measure(
-    loaded: LoadedModel, input_ids: Tensor, offload: bool, value_basis: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sums of a context's keys, float64 [L, H_kv, D], and the greatest, float32 [3, L, H_kv, D].
-
-    These are of keys, of negated keys and of absolute values.
-    """
-    sums, extremes = [], []
-    with out_of_memory(
-        f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
-        "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
-    ):
-        context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
-        for place, layer in enumerate(loaded.facts.layers):
-            keys, values = (kept[0] for kept in context.load(layer))
-            compute = torch.promote_types(keys.dtype, torch.float32)
-            if value_basis is not None:
-                values = values.to(compute) @ value_basis[place].to(values.device, compute)
-            # In single precision, whose error is a thousandth of float16's. However keys were stored, they
-            # are laid out alike here: the order of a sum, and so its last bits, follows from that.
-            sums.append(keys.contiguous().sum(1, dtype=compute).cpu().double())
-            lowest, highest = keys.aminmax(dim=1)
-            extremes.append(torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu())
-    if not all(bool(found.isfinite().all()) for found in extremes):
-        raise LeanKError(
-            f"keys or values of model `{loaded.name}` are not finite on a context of {len(input_ids)} tokens",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-            exit_code=1,
-        )
-    return torch.stack(sums), torch.stack(extremes, dim=1)

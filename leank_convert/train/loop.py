@@ -47,7 +47,18 @@ def train(
     Log, events and state go to the directory, by the first rank. Errors are those of
     `methods.make.train_masks`.
     """
-    run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
+
+    def set_up() -> tuple[Run, SampleSource]:
+        files = find_model(model, recipe)
+        loaded = load_model(files, recipe, ranks.device)
+        samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+        samples.check()
+        run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))
+        if saved is not None:
+            run.restore(saved, directory.state)
+        return run, samples
+
+    run, samples = ranks.on_all(set_up)
     if not run.is_done:
         ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
     run.centre_keys(samples, progress=progress)
@@ -113,19 +124,6 @@ def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
                 f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
                 hint="train into another folder, or move the mask away",
             )
-
-
-def _set_up(
-    model: str | Path, recipe: Recipe, ranks: Ranks, saved: TrainingState | None, directory: TrainingDirectory
-) -> tuple[Run, SampleSource]:
-    files = find_model(model, recipe)
-    loaded = load_model(files, recipe, ranks.device)
-    samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
-    samples.check()
-    run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))
-    if saved is not None:
-        run.restore(saved, directory.state)
-    return run, samples
 
 
 def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:

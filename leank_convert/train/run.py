@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
-from leank_convert.train.held_out import Validation
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel, ModelFiles
@@ -32,6 +32,9 @@ from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
+
+# Added to the recipe's seed: apart from training, and from what is held out in the end.
+_VALIDATION_OFFSET = 500_000
 
 _logger = logging.getLogger("leank_convert")
 
@@ -67,9 +70,6 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
-        self._validation = None
-        if recipe.stage2.validation_contexts:
-            self._validation = Validation(recipe, loaded, self.gradients, ranks)
 
     @property
     def step(self) -> int:
@@ -307,14 +307,34 @@ class Run:
         self._compare(phase)
 
     def _compare(self, phase: Phase) -> float | None:
-        if self._validation is None:
+        if not self.recipe.stage2.validation_contexts:
             return None
-        loss = self._validation.loss(self._student(phase))
+        loss = self._validate(self._student(phase))
         if math.isnan(loss):  # float16 overflowed: worse than any
             loss = math.inf
         if self._state.best is None or loss < self._state.best[0]:
             self._state.best = loss, self._factors.detach().clone()
         return loss
+
+    def _validate(self, student: Student) -> float:
+        """The mean loss of a student on contexts of another seed, shared by the ranks.
+
+        Near a high ratio one channel block more or less may decide whether a model still retrieves, and stage
+        2 goes from one mask to another with every step: the last of them is as good as chance made it.
+        """
+
+        def add_up() -> float:
+            with out_of_memory("a validation context", "lower `data.max_length`"):
+                return sum(self.gradients.loss(sample, student).item() for sample in self._validation)
+
+        (total,) = self.ranks.totals([self.ranks.on_all(add_up)])
+        return total / self.recipe.stage2.validation_contexts
+
+    @cached_property
+    def _validation(self) -> list[TrainingSample]:
+        seed, count = self.recipe.seed + _VALIDATION_OFFSET, self.recipe.stage2.validation_contexts
+        source = SampleSource(self.loaded.tokenizer, self.recipe.data, seed)
+        return [source.draw(index) for index in range(self.ranks.rank, count, self.ranks.num_ranks)]
 
     def _end(self, phase: Phase) -> None:
         state, learned = self._state, self._factors.detach().clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.train.model import LoadedModel
@@ -148,11 +148,9 @@ def _add_moments(
     ):
         run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), observe)
     if not bool(sums.isfinite().all()):
-        raise LeanKError(
+        raise NotFiniteError(
             f"attention's outputs in model `{loaded.name}` are not finite on a context of {len(input_ids)} "
-            "tokens",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-            exit_code=1,
+            "tokens"
         )
 
 
