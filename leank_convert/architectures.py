@@ -95,11 +95,7 @@ class ModelFacts:
 
 
 def find_architecture(model_type: object, *, origin: str) -> Architecture:
-    """Look up a family by the `model_type` of a config.json.
-
-    Raises:
-        LeanKError: If it is unknown, or is that of a converted checkpoint.
-    """
+    """Look up a family by a config.json's `model_type`; LeanKError if unknown, or a converted one's."""
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
     if isinstance(model_type, str) and model_type.startswith(LEANK_PREFIX):

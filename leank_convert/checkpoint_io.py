@@ -160,11 +160,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the config.json of a converted checkpoint: all of it, and its `leank` block.
-
-    Raises:
-        LeanKError: If there is none, or it has no such block.
-    """
+    """Read a converted checkpoint's config.json, and its `leank` block; LeanKError without one."""
     config = read_config(folder)
     leank = config.get("leank")
     if not isinstance(leank, dict):
@@ -254,11 +250,7 @@ def _as_text(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter beside weights: where peft is installed transformers would load it on top of them.
-
-    Raises:
-        LeanKError: If there is one.
-    """
+    """Refuse, by a LeanKError, an adapter that transformers would load on top of the weights beside it."""
     if os.path.lexists(folder / ADAPTER_NAME):
         raise LeanKError(
             f"`{folder / ADAPTER_NAME}`: transformers would load an adapter on top of the weights beside it",

@@ -59,11 +59,7 @@ def complete_config(
 
 @contextmanager
 def refused_by_transformers(origin: str) -> Iterator[None]:
-    """Put into one sentence what transformers says of a config.json, and none of what it logs.
-
-    Raises:
-        LeanKError: If transformers raises anything.
-    """
+    """Put what transformers says of a config.json into one LeanKError, and nothing of what it logs."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()

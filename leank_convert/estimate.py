@@ -51,11 +51,7 @@ def find_config(path: str | Path) -> Path | None:
 
 
 def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
-    """Describe a model that is not converted by its config.json, and estimate its cache: JSON-ready data.
-
-    Raises:
-        LeanKError: If it cannot be converted.
-    """
+    """Describe a model and its cache by its config.json, JSON-ready; LeanKError if it is none of ours."""
     config = read_json(config_file)
     text = read_text_part(config, config_file)
     config = text or config

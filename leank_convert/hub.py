@@ -113,11 +113,7 @@ def is_repository(name: object) -> bool:
 
 
 def check_base_model(name: str | None) -> None:
-    """Check what a user says that a model is called on the hub.
-
-    Raises:
-        LeanKError: If it is not a valid name of a repository.
-    """
+    """Check what a user says that a model is called on the hub; LeanKError if it cannot be."""
     if name is not None and not is_repository(name):
         raise LeanKError(
             f"base model {cut(name)} is not a valid name of a hub repository",

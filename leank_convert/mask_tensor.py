@@ -48,11 +48,7 @@ def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
 
 
 def load_pickle(path: Path) -> Tensor:
-    """Load the one plain tensor [L, H_kv, D] that `torch.save` wrote; nothing of the file is executed.
-
-    Raises:
-        LeanKError: If the file holds anything else.
-    """
+    """Load the one tensor that `torch.save` wrote, and run nothing; LeanKError if that is not all."""
     hint = "save it with `torch.save(tensor, path)`, a tensor without a class, layout or device of its own"
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
@@ -77,11 +73,7 @@ def load_array(path: Path) -> Tensor:
 
 
 def to_bool(values: Tensor, path: Path) -> Tensor:
-    """Turn zeros and ones [L, H_kv, D] of any dtype of numbers into bool.
-
-    Raises:
-        LeanKError: If the shape is another, or a value is neither 0 nor 1.
-    """
+    """Turn zeros and ones [L, H_kv, D] of any dtype into bool; LeanKError if they are none."""
     _check_shape(values.shape, path)
     if values.dtype not in _NUMBER_DTYPES:
         raise LeanKError(

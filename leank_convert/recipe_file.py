@@ -100,11 +100,7 @@ def parse_recipe(
     flags: Mapping[str, object] = MappingProxyType({}),
     training: bool = False,
 ) -> Recipe:
-    """Check a recipe whose text is at hand, with what else `load_recipe` takes; messages call it `name`.
-
-    Raises:
-        RecipeError: As `load_recipe`.
-    """
+    """Check a recipe's text, which messages call `name`; arguments and errors as of `load_recipe`."""
     texts = isinstance(overrides, Sequence) and all(isinstance(each, str) for each in overrides)
     if isinstance(overrides, str) or not texts:
         raise RecipeError(name, [f"`overrides` is {cut(overrides)}, not a list of `key=value` texts"])
@@ -167,11 +163,7 @@ def packaged_recipe(model: str) -> str | None:
 
 
 def parse_yaml(text: str) -> object:
-    """Read YAML of one document.
-
-    Raises:
-        ValueError: If it is something else; in one sentence, with the line where that is known.
-    """
+    """Read YAML of one document; else ValueError, in one sentence, with the line where it is known."""
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 10} KB, which no recipe is")
     try:

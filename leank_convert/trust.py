@@ -71,11 +71,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Check that transformers reads the config and weights that are checked, and takes no kernels from a hub.
-
-    Raises:
-        LeanKError: If it would.
-    """
+    """Check that transformers would read these files, and no kernels of a hub; raises LeanKError."""
     refuse_adapter(folder)
     path = folder / CONFIG_NAME
     config = _read(path)

@@ -144,11 +144,7 @@ def choose_lengths(data: DataSection) -> tuple[int, ...]:
 def draw_prompts(
     tokenizer: PreTrainedTokenizerBase, data: DataSection, *, num_samples: int, seed: int
 ) -> list[MeasuredPrompt]:
-    """Draw `num_samples` prompts of every task at every length, no two of them from one sample.
-
-    Raises:
-        LeanKError: As `SampleSource.draw`.
-    """
+    """Draw `num_samples` prompts of every task and length, each a sample's own; raises as `draw`."""
     prompts: list[MeasuredPrompt] = []
     for length in choose_lengths(data):
         for task in dict.fromkeys(data.tasks):

@@ -89,11 +89,7 @@ def read_dataset(
 
 
 def read_text(path: Path, what: str, max_bytes: int) -> str:
-    """Read UTF-8 text: of a file with more than `max_bytes` the beginning, and a warning says so.
-
-    Raises:
-        LeanKError: If the file cannot be read.
-    """
+    """Read UTF-8 text, with a warning no more than `max_bytes` of it; LeanKError if that fails."""
     place = f"{what} `{path}`"
     with _opened(path, place) as file:
         content = file.read(max_bytes)

@@ -84,11 +84,7 @@ class TrainingSample:
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokenise user messages through the chat template, each as a conversation of its own.
-
-    Raises:
-        LeanKError: As `render_prompts`.
-    """
+    """Tokenise user messages through the chat template, one by one; raises as `render_prompts`."""
     if not prompts:
         return []
     # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
@@ -153,11 +149,7 @@ def _find_missing(prompt: str, text: str) -> str:
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
-    """Tokenise an answer apart from its prompt, so that no token can straddle the border between them.
-
-    Raises:
-        LeanKError: If nothing is left of it.
-    """
+    """Tokenise an answer apart from its prompt: no token straddles both; LeanKError if it has none."""
     answer_ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
     if not answer_ids:
         raise LeanKError(

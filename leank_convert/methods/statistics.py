@@ -73,11 +73,7 @@ def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
 def measure_attention(
     model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
 ) -> AttentionStatistics:
-    """Measure queries and keys, less their mean [L, H_kv, D] if given, of a dense pass over a prompt [N].
-
-    Raises:
-        LeanKError: If a statistic is not finite.
-    """
+    """Measure a dense pass over a prompt [N], keys less a mean [L, H_kv, D]; may raise NotFiniteError."""
     measurement = _Measurement(key_mean)
     device = next(model.parameters()).device
     with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():

@@ -76,11 +76,7 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def on_all(self, function: Callable[[], _T]) -> _T:
-        """What a function returns on this rank, once it has returned on all of them.
-
-        Raises:
-            LeanKError: As `check`, what the function raised on any rank.
-        """
+        """What a function returns on this rank, once it has on all of them; raises as `check`."""
         returned: list[_T] = []
         error = None
         try:

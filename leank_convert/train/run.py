@@ -94,11 +94,7 @@ class Run:
         return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
 
     def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
-        """Measure the mean of keys, unless the recipe leaves them as they are, or a saved state brought it.
-
-        Raises:
-            LeanKError: As `key_mean.measure_keys`.
-        """
+        """Measure the mean of keys, if it is asked for and not known yet; raises as `measure_keys`."""
         if not self.recipe.key_mean or self._state.key_mean is not None:
             return
         measured = measure_keys(
@@ -117,11 +113,7 @@ class Run:
         )
 
     def measure_values(self, samples: SampleSource, *, progress: bool) -> bool:
-        """Measure the basis of V of a run that is done; return whether that was left to do.
-
-        Raises:
-            LeanKError: As `value_basis.measure_values`.
-        """
+        """Measure a done run's basis of V, raising as the function; return if that was left to do."""
         if not self.recipe.value_pruning_ratio or self._state.values is not None:
             return False
         measured = measure_values(
@@ -136,11 +128,7 @@ class Run:
         return True
 
     def restore(self, state: TrainingState, path: Path) -> None:
-        """Go on from a saved state.
-
-        Raises:
-            LeanKError: If it belongs to another run, or one that imported other gates.
-        """
+        """Go on from a saved state; LeanKError if it is another run's, or has other gates."""
         check_same_run(state.fingerprint, self._state.fingerprint, path)
         imported, device = self._state.gates, self.ranks.device
         if state.gates is not None:

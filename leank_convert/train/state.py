@@ -74,11 +74,7 @@ class TrainingDirectory:
         return self.out / MASK_FILE_NAME
 
     def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse to begin where there is a run, and to go on with a method that saves no state.
-
-        Raises:
-            LeanKError: If it is either.
-        """
+        """Refuse, by a LeanKError, to begin where a run is, and to go on without a saved state."""
         if resume and not recipe.trains:
             raise LeanKError(
                 f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
@@ -154,11 +150,7 @@ def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: P
 
 
 def save_state(state: TrainingState, path: Path) -> None:
-    """Write the state; whenever the process or the machine dies, `path` holds the old or the new one whole.
-
-    Raises:
-        LeanKError: If it cannot be written.
-    """
+    """Write the state, so that `path` holds the old or the new one whole; LeanKError if it cannot be."""
     content = BytesIO()
     torch.save(vars(state), content)
     try:
