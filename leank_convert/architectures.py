@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from leank_convert.config_class import complete_config
+from leank_convert.config_class import complete_config, known_keys
 from leank_convert.errors import LeanKError, cut
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 from leank_convert.fields import Fields
@@ -225,7 +225,7 @@ def _check_given(fields: Fields, architecture: Architecture) -> None:
 
 def _has_experts(values: Mapping[str, Any], architecture: Architecture) -> bool:
     """Whether any layer has experts, by the keys from which the family's own class tells."""
-    known = complete_config({}, architecture, origin=f"defaults of {architecture.config_class}")
+    known = known_keys(architecture)
     layers = range(values["num_hidden_layers"])
     if "mlp_layer_types" in known:
         return "sparse" in (values.get("mlp_layer_types") or ("sparse",))

@@ -42,6 +42,16 @@ def build_config(
     return built
 
 
+def known_keys(architecture: Architecture) -> frozenset[str]:
+    """The keys of a config.json that the family's config class knows, by each of their names.
+
+    Raises:
+        LeanKError: If this release of transformers has no such family.
+    """
+    built = build_config({}, architecture, origin=f"defaults of {architecture.config_class}")
+    return frozenset({*built.to_dict(), *built.attribute_map, *built.attribute_map.values()})
+
+
 def complete_config(
     config: Mapping[str, object], architecture: Architecture, *, origin: str
 ) -> dict[str, Any]:

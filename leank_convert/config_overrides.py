@@ -6,17 +6,63 @@ import difflib
 import json
 from collections.abc import Collection, Mapping
 
-from leank_convert.architectures import find_architecture, read_model_facts
+from leank_convert.architectures import OTHER_MODELS, find_architecture, read_model_facts
+from leank_convert.checkpoint_io import LOADING_KEYS
+from leank_convert.config_class import known_keys
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.rope import ROPE_KEYS, ROPE_PARAMETERS, read_rope_parameters
 
-# What the weights leave open. Every other key would make another model of them, or is read by nothing.
-_OPEN_KEYS = (
-    *ROPE_KEYS,
-    *("max_position_embeddings", "original_max_position_embeddings"),
-    *("sliding_window", "use_sliding_window", "max_window_layers"),
-    *("dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("id2label", "label2id", "num_labels", "attention_dropout"),
+_FIXED_KEYS = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "auto_map",
+        "leank",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_out_bias",
+        "use_qk_norm",
+        "partial_rotary_factor",
+        "rotary_dim",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_shared_experts",
+        "use_bias",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "mlp_layer_types",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "quantization_config",
+        *OTHER_MODELS,
+        *LOADING_KEYS,
+    }
 )
 
 
@@ -35,17 +81,22 @@ def apply_config_overrides(
         raise LeanKError(f"`config_overrides` is {cut(overrides)}, not a mapping of config.json's keys")
     if not overrides:
         return dict(config)
+    fixed = sorted(_FIXED_KEYS & overrides.keys())
+    if fixed:
+        raise LeanKError(
+            f"`config_overrides.{fixed[0]}`: the weights fix this key; it cannot be overridden",
+            hint="what the weights leave open can be, such as `rope_parameters` or `max_position_embeddings`",
+        )
     try:
         json.dumps(overrides, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise LeanKError(f"`config_overrides` cannot be written as JSON: {cut(str(error))}") from error
     family = find_architecture(config.get("model_type"), origin="config.json")
-    _refuse_others("", overrides, _OPEN_KEYS)
+    _refuse_unknown("", overrides, {*known_keys(family), *config, *ROPE_KEYS, "torch_dtype", "num_labels"})
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := overrides.get(key), Mapping):
             own = config.get(key)
-            known = {*ROPE_PARAMETERS, *(own if isinstance(own, Mapping) else ())}
-            _refuse_others(f"{key}.", rope, known)
+            _refuse_unknown(f"{key}.", rope, {*ROPE_PARAMETERS, *(own if isinstance(own, Mapping) else ())})
     result = {**config, **overrides}
     given = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
     if given:
@@ -72,15 +123,12 @@ def apply_config_overrides(
     return result
 
 
-def _refuse_others(section: str, given: Mapping[str, object], known: Collection[str]) -> None:
-    """Refuse a key that the weights fix, or that nothing would read; name the nearest that is neither."""
-    others = [str(key) for key in given if key not in known]
-    if others:
-        close = difflib.get_close_matches(others[0], known, n=1)
+def _refuse_unknown(section: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Refuse a key that nothing would read, by its nearest name."""
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
         raise LeanKError(
-            f"`config_overrides.{section}{shorten(others[0])}`: the weights fix this key, or nothing "
-            "reads it",
-            hint=f"did you mean `{section}{close[0]}`?"
-            if close
-            else f"what the weights leave open can be overridden: {', '.join(sorted(known))}",
+            f"`config_overrides.{section}{shorten(unknown[0])}`: the model's config class knows no such key",
+            hint=f"did you mean `{section}{close[0]}`?" if close else "leave it out",
         )

@@ -239,7 +239,7 @@ def test_another_rope_leaves_as_much_of_a_head_rotated(nested):
     assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
 
 
-WEIGHTS = "the weights fix this key, or nothing reads it"
+WEIGHTS = "the weights fix this key; it cannot be overridden"
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ WEIGHTS = "the weights fix this key, or nothing reads it"
         ({"rope_theta": "fast"}, "config_overrides`: `rope_theta` is 'fast'", ""),
         ({"rope_parameters": []}, "`config_overrides`: `rope_parameters` is [], not an object", ""),
         ({"layer_types": "full_attention"}, "`config_overrides.layer_types`: ", ""),
-        ({"sliding_window": float("nan")}, "`config_overrides` cannot be written as JSON", ""),
-        ({"num_hidden_layers": 3}, f"`config_overrides.num_hidden_layers`: {WEIGHTS}", ""),
+        ({"note": float("nan")}, "`config_overrides` cannot be written as JSON", ""),
+        ({"num_hidden_layers": 3}, f"`config_overrides.num_hidden_layers`: {WEIGHTS}", "such as"),
         ({"leank": 3}, f"`config_overrides.leank`: {WEIGHTS}", ""),
         ({"attn_implementation": 3}, f"`config_overrides.attn_implementation`: {WEIGHTS}", ""),
         ({"rope_thetaa": 1e6}, "`config_overrides.rope_thetaa`: ", "did you mean `rope_theta`?"),
@@ -258,7 +258,7 @@ WEIGHTS = "the weights fix this key, or nothing reads it"
             "`config_overrides.rope_parameters.factr`: ",
             "`rope_parameters.factor`?",
         ),
-        ({"mine": 1}, "`config_overrides.mine`: ", "rope_theta, sliding_window"),
+        ({"mine": 1}, "`config_overrides.mine`: ", "leave it out"),
     ],
     ids=str,
 )
@@ -274,6 +274,7 @@ def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden():
         apply_config_overrides(gemma, {"rope_theta": 1e7})
 
 
-def test_overrides_of_what_the_weights_leave_open_are_taken():
+def test_overrides_of_known_keys_are_taken():
     known = {"torch_dtype": "float32", "id2label": {"0": "a"}, "use_cache": False, "bos_token_id": 1}
     assert apply_config_overrides(LLAMA, known) == {**LLAMA, **known}
+    assert apply_config_overrides({**LLAMA, "mine": 1}, {"mine": 2})["mine"] == 2
