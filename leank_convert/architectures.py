@@ -32,6 +32,7 @@ MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
 _MOST_TOKENS = 2**24
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_DERIVED = ("num_key_value_heads", "head_dim")  # from other keys, where they are null
 _LARGEST = {
     "num_hidden_layers": MAX_LAYERS,
     "num_attention_heads": MAX_HEADS,
@@ -182,10 +183,11 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
 
 
 def _check_sizes(fields: Fields, needed: tuple[str, ...] = _NEEDED) -> None:
+    stated = {key for key, value in fields.values.items() if value is not None or key not in _DERIVED}
     sizes = {
         key: fields.whole_number(key, 1, largest)
         for key, largest in _LARGEST.items()
-        if key in needed or fields.values.get(key) is not None
+        if key in needed or key in stated
     }
     heads = sizes["num_attention_heads"]
     if heads % (kv_heads := sizes.get("num_key_value_heads", heads)):
