@@ -24,7 +24,7 @@ from leank_convert.train.gates import load_pattern, save_pattern
 from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import prepare, train, write_result
-from leank_convert.train.model import find_model
+from leank_convert.train.model import find_trainable
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import build_mask
 from leank_convert.train.selection import select_for
@@ -145,7 +145,7 @@ def _measure(
     model: str | Path, recipe: Recipe, ranks: Ranks, progress: bool
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
-    files = find_model(model, recipe)
+    files = find_trainable(model, recipe)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.

@@ -22,7 +22,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
-from leank_convert.train.model import count_bytes, find_model, load_model
+from leank_convert.train.model import count_bytes, find_trainable, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
@@ -163,7 +163,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
             f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
             hint="`leank-convert train` without `--dry-run` makes its mask",
         )
-    files = find_model(model, recipe)
+    files = find_trainable(model, recipe)
     memory = count_bytes(files, recipe, chosen)
     found = Forecast(
         model=files.name,

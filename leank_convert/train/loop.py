@@ -18,7 +18,7 @@ from leank_convert.recipe_problems import check_training
 from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import LOG_NAME, TrainingLog, read_log
-from leank_convert.train.model import find_model, load_model
+from leank_convert.train.model import find_trainable, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import count_largest
@@ -49,7 +49,7 @@ def train(
     """
 
     def set_up() -> tuple[Run, SampleSource]:
-        files = find_model(model, recipe)
+        files = find_trainable(model, recipe)
         loaded = load_model(files, recipe, ranks.device)
         samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
         samples.check()

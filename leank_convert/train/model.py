@@ -56,8 +56,8 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
     """Find a model, a local folder, a hub id, or `testbed`, and download it if need be.
 
     Raises:
-        LeanKError: If it cannot be found or read, its family is not supported, the recipe's lengths exceed
-            its positions, or its layers or its V are none that the recipe can be followed with.
+        LeanKError: If it cannot be found or read, its family is not supported, or the recipe's lengths exceed
+            its positions.
     """
     files = open_model(model, recipe.model)
     if recipe.data.max_length > files.positions:
@@ -67,6 +67,16 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
             hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` "
             "and `rope_parameters`)",
         )
+    return files
+
+
+def find_trainable(model: str | Path, recipe: Recipe) -> ModelFiles:
+    """Find a model, as `find_model` does, whose layers and V are such that a recipe can make its mask.
+
+    Raises:
+        LeanKError: As `find_model`; also if transformers is too old for its layers, or V cannot be pruned.
+    """
+    files = find_model(model, recipe)
     if recipe.trains or recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
         check_layers(files.facts, files.name)
     if recipe.value_pruning_ratio:
