@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,7 +76,10 @@ class AnalysisReport:
         return {**self.analysis.to_dict(), "measured": measured}
 
     def write(self, out: Path) -> Path:
-        """Write a page that opens offline into a folder that appears whole or not at all.
+        """Write a page that opens offline, and the numbers, into a folder that appears whole or not at all.
+
+        Returns:
+            The page.
 
         Raises:
             LeanKError: If the folder already holds something.
@@ -88,6 +92,8 @@ class AnalysisReport:
         page = render_page(title, self.facts, [section.to_html() for section in sections])
         with staged_folder(out, overwrite=False) as partial:
             write_atomically(partial / _PAGE_NAME, page.encode())
+            numbers = json.dumps(self.to_dict(), indent=1)
+            write_atomically(partial / "analysis.json", f"{numbers}\n".encode())
         return out / _PAGE_NAME
 
     def to_text(self) -> str:

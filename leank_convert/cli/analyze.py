@@ -33,7 +33,7 @@ from leank_convert.cli.options import (
 @recipe_option
 @set_option
 @device_option
-@results_option("Folder to write: a page that opens offline.")
+@results_option("Folder to write: a page that opens offline, and the numbers as JSON.")
 @json_option
 def analyze(
     artifact: str,

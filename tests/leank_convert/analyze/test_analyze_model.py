@@ -32,7 +32,7 @@ def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(
     assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in shown
     for row in ("between tasks", "between lengths", "high frequencies"):
         assert re.search(rf"^{row} +\S", shown, re.MULTILINE)
-    measured = json.loads(done("analyze", mask_file, *options, "--json"))["measured"]
+    measured = json.loads((out / "analysis.json").read_text())["measured"]
     assert numpy.shape(measured["correlation_between_tasks"]) == (2, 2)
     assert numpy.shape(measured["correlation_between_lengths"]) == (4, 4)
     assert numpy.shape(measured["high_frequency_ratio"]) == (4, 4)
