@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ from leank_convert.errors import LeanKError, first_line
 from leank_convert.fields import Fields
 from leank_convert.files import read_json, write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
-from leank_convert.windows import MAX_WINDOW
 
 GATES_NAME = "full_attention_heads.tsv"
 
@@ -54,11 +54,7 @@ def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
     except (OSError, ValueError) as error:
         # Of lines of unequal length, numpy goes on to name an argument of its own.
         told = error.strerror if isinstance(error, OSError) else first_line(error).partition(";")[0]
-        raise LeanKError(
-            f"`{path}` of `heads.pattern` cannot be read: {told}",
-            hint="a folder of DuoAttention's `attn_patterns/` is needed; this file of it holds a line per "
-            "layer, a number per KV head, separated by tabs",
-        ) from error
+        raise _unreadable(path, told, "a line per layer, a number per KV head, separated by tabs") from error
     expected = facts.mask_shape[:2]
     if gates.shape != expected:
         raise LeanKError(
@@ -66,12 +62,22 @@ def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
             "heads)",
             hint="a pattern fits only the model it was made for; set `heads.pattern` to null to learn one",
         )
-    learned = Fields(read_json(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
-    for key, own in (("sink_size", windows.sink_size), ("recent_size", windows.recent_size)):
-        if (size := learned.whole_number(key, 0, MAX_WINDOW)) > own:
+    path = folder / CONFIG_NAME
+    try:
+        learned = Fields(read_json(path), CONFIG_NAME)
+        sizes = {key: learned.whole_number(key, 0, sys.maxsize) for key in ("sink_size", "recent_size")}
+    except LeanKError as error:
+        expected = "a JSON object with `sink_size` and `recent_size`"
+        raise _unreadable(path, error.message, expected) from error
+    for key, size in sizes.items():
+        if size > getattr(windows, key):
             _logger.warning(
-                f"`{folder}` was learned with `{key}` {size}, and `windows.{key}` is {own}: its heads see "
-                "less than they did"
+                "`%s` was learned with `%s` %d, and `windows.%s` is %d: its heads see less than they did",
+                folder,
+                key,
+                size,
+                key,
+                getattr(windows, key),
             )
     return torch.from_numpy(gates).clamp(0.0, 1.0).float()[..., None]
 
@@ -83,3 +89,10 @@ def save_pattern(gates: Tensor, windows: WindowsSection, folder: Path) -> None:
     write_atomically(folder / GATES_NAME, "".join(f"{line}\n" for line in lines).encode())
     sizes = windows.model_dump(include={"sink_size", "recent_size"})
     write_atomically(folder / CONFIG_NAME, f"{json.dumps(sizes)}\n".encode())
+
+
+def _unreadable(path: Path, told: str | None, expected: str) -> LeanKError:
+    return LeanKError(
+        f"`{path}` of `heads.pattern` cannot be read: {told}",
+        hint=f"a folder of DuoAttention's `attn_patterns/` is needed; this file of it holds {expected}",
+    )

@@ -255,8 +255,9 @@ def test_files_of_another_form_are_refused_by_name(load, folder, name, text, rea
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text)
-    with pytest.raises(LeanKError, match=rf"{name}`.*{reason}"):
+    with pytest.raises(LeanKError, match=rf"{name}` of `heads.pattern` cannot be read: .*{reason}") as caught:
         load()
+    assert "attn_patterns" in caught.value.hint
 
 
 @pytest.mark.parametrize(("recent_size", "warns"), [(256, False), (255, True)])
@@ -265,3 +266,9 @@ def test_smaller_windows_than_a_pattern_was_learned_with_are_told(load, caplog, 
         load(windows={"sink_size": 128, "recent_size": recent_size})
     assert ("`windows.recent_size` is 255" in caplog.text) == warns
     assert bool(caplog.records) == warns
+
+
+def test_a_pattern_of_any_window_is_read(load, folder, caplog):
+    (folder / "config.json").write_text('{"sink_size": 4, "recent_size": 1000000000}')
+    load()
+    assert "with `recent_size` 1000000000" in caplog.text
