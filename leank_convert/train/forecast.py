@@ -33,8 +33,8 @@ from leank_convert.windows import Windows
 # A context that takes less is timed several times.
 _SHORT_SECONDS = 0.5
 _SHORT_ROUNDS = 5
-# Of a context's weights that a CPU is asked for: some twenty seconds on two cores.
-_MOST_CPU_OPERATIONS = 1e12
+# No CPU is asked for a context that takes longer, by the speed of its matrix products.
+_LONGEST_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
     )
     if memory["capacity"] is not None and memory["weights"] + memory["working"] > memory["capacity"]:
         return replace(found, why_unmeasured="the weights do not fit, so nothing was measured")
-    # Of two bytes a weight, as most are stored; each is multiplied and added once a token.
-    if chosen.type == "cpu" and memory["weights"] * found.tokens > _MOST_CPU_OPERATIONS:
+    if chosen.type == "cpu" and _product_seconds(found) > _LONGEST_SECONDS:
         slow = f"a context of {found.tokens:,.0f} tokens takes minutes on this CPU; ask where you will train"
         return replace(found, why_unmeasured=slow)
     try:
@@ -193,6 +192,21 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
             return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
     except LeanKMemoryError as error:
         return replace(found, why_unmeasured=error.message)
+
+
+def _product_seconds(found: Forecast) -> float:
+    """Seconds of a context's products with the weights on the CPU, by the time of one of their dtype."""
+    named = found.recipe.model.dtype
+    dtype: torch.dtype = getattr(torch, (found.facts.dtype if named == "auto" else named) or "float32")
+    rows, size = 512, 2048
+    left, right = torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    seconds = []
+    for _ in range(2):  # the first warms up
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    num_weights: float = found.memory["weights"] / dtype.itemsize
+    return seconds[-1] / (rows * size * size) * num_weights * found.tokens
 
 
 def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:

@@ -132,6 +132,6 @@ def test_on_a_gpu_it_is_judged(retriever_folder, short_recipe):
 
 def test_a_context_that_takes_minutes_on_a_cpu_is_not_run(retriever_folder, short_recipe, monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(module, "_MOST_CPU_OPERATIONS", 0)
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 0)
     found = forecast(retriever_folder, short_recipe(), device="cpu")
     assert "not estimated: a context of 240 tokens takes minutes on this CPU" in found.render()
