@@ -90,17 +90,17 @@ class Ranks:
         """Do pieces of work by their numbers, each on one rank, and `advance` by as many as all have done.
 
         Raises:
-            LeanKError: As `check`, in the end, what stopped the work of a rank.
+            LeanKError: As `check`, what stopped the work of a rank, before more of it is begun.
         """
-        failure = None
         for start in range(0, count, self.num_ranks):
+            failure = None
             try:
-                if failure is None and start + self.rank < count:
+                if start + self.rank < count:
                     work(start + self.rank)
             except LeanKError as error:
                 failure = error
+            self.check(failure)
             advance(min(self.num_ranks, count - start))
-        self.check(failure)
 
     def check(self, error: LeanKError | None) -> None:
         """Go on only if no rank has met an error.
