@@ -33,7 +33,7 @@ class LeanKError(Exception):
 
 
 class RecipeError(LeanKError):
-    """Everything that is wrong with one recipe, at once: a sentence per problem, without its name."""
+    """What is wrong with one recipe: a sentence per problem, without its name."""
 
     def __init__(
         self, path: str | os.PathLike[str], problems: Sequence[str], hint: str | None = None

@@ -1,7 +1,7 @@
 """Recipe files: YAML, overrides and flags, read and checked whole before anything runs.
 
 Precedence: defaults < the recipe's file < `--set key=value` < flags. An unknown key is an error with a
-suggestion, and all problems come in one message.
+suggestion, and all problems of a kind come in one message.
 Importing this module does not import torch.
 """
 
@@ -85,7 +85,8 @@ def load_recipe(
         training: Whether to look for the files and packages that only training needs, too.
 
     Raises:
-        RecipeError: Everything that is wrong with the recipe, the overrides and the flags, at once.
+        RecipeError: All keys and values of the recipe, the overrides and the flags that are wrong; if there
+            are none, all that do not go together; else all files and packages that are missing.
         LeanKError: There is no such recipe.
     """
     text = _read_text(path_or_name)

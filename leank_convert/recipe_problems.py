@@ -1,4 +1,4 @@
-"""Problems of a recipe: all of them at once, each in a sentence, found without a model.
+"""Problems of a recipe: all of a kind at once, each in a sentence, found without a model.
 
 Importing this module does not import torch.
 """
