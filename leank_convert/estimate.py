@@ -115,7 +115,8 @@ def list_estimate_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     if facts["layers"]:
         yield "layers", facts["layers"]
     yield "recipe", facts["recipe"] or "none packaged: `train` derives one"
-    yield "bytes per number", f"{facts['element_bytes']}{' (assumed)' * facts['element_bytes_assumed']}"
+    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    yield "bytes per number", f"{facts['element_bytes']}{assumed}"
     windows = ", ".join(f"{key} {size}" for key, size in facts["windows"].items())
     yield "windows", f"{windows}: tokens that keep everything"
     of_layers = ", of layers with full attention" if facts["layers"] else ""

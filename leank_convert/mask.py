@@ -87,9 +87,9 @@ class ChannelMask:
 
     def noting(self, **known: Any) -> ChannelMask:
         """The mask with more, or other, provenance; none where it has none."""
-        return (
-            self if self.provenance is None else replace(self, provenance=replace(self.provenance, **known))
-        )
+        if self.provenance is None:
+            return self
+        return replace(self, provenance=replace(self.provenance, **known))
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:

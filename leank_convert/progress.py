@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -27,8 +28,11 @@ _FIRST_LINE_SECONDS = 5.0
 _LINE_SECONDS = 30.0
 
 
-Advance = Callable[..., None]
-"""Moves a bar on by a number, 1 if none is given; `what` renames it, and `figures` stand below it."""
+class Advance(Protocol):
+    """Moves a bar on."""
+
+    def __call__(self, count: int = 1, /, *, what: str | None = None, figures: str = "") -> None:
+        """Move on by `count`, rename the bar, and show figures below it."""
 
 
 class _TwoLines(Progress):

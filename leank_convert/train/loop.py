@@ -216,6 +216,11 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
         if (tied := count_largest(learned)) > number:
             apart = f"`{section}.l1_weight` {'above' if learned.max() > 0 else 'below'} {weight:g}"
             _logger.warning(
-                f"{tied} {what} ended with the largest {name} and the mask keeps {number}: which of them is "
-                f"left to their order; {apart} tells them apart"
+                "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their "
+                "order; %s tells them apart",
+                tied,
+                what,
+                name,
+                number,
+                apart,
             )
