@@ -45,9 +45,10 @@ def convert_model(
     """Make a model's masks by a recipe, and write a checkpoint of each, or if asked the masks alone.
 
     With several pruning ratios `out` is that of the checkpoints' folders; `resume` goes on with the run in
-    it, and replaces its checkpoints. Cards call the model `base_model`. The cache is stored in eight bits by
-    a `kv_dtype` of `fp8`, in four by `int4`. Returned are the checkpoints, or the masks' files; on processes
-    but the first, nothing.
+    it, and replaces its checkpoints. Model cards call the model `base_model`, by default what is known of it.
+    A `kv_dtype` of `fp8` stores keys and values in eight bits, `int4` in four, None as they come. The device
+    is by default CUDA if there is any, else the CPU; `progress` draws a bar to stderr. Returned are the
+    checkpoints, or the masks' files; on processes but the first, nothing.
 
     Raises:
         LeanKError: As `train_masks` and `export_checkpoint`; what an export would refuse whatever the mask,

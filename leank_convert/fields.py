@@ -29,7 +29,11 @@ class Fields:
         return value
 
     def number(self, key: str, least: float, most: float, *, below: bool = False) -> float:
-        """A finite number within bounds, or `below` the upper one; LeanKError if it is something else."""
+        """A finite number within bounds, both included, or `below` the upper one.
+
+        Raises:
+            LeanKError: If it is missing or something else.
+        """
         value = self.values.get(key)
         fits = isinstance(value, int | float) and least <= value <= most and not (below and value == most)
         if not isinstance(value, int | float) or isinstance(value, bool) or not fits:
@@ -37,7 +41,7 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; raises LeanKError."""
+        """True or false, `default` where it is missing; LeanKError if it is something else."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refused(key, "neither true nor false")

@@ -48,7 +48,11 @@ def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
 
 
 def load_pickle(path: Path) -> Tensor:
-    """Load the one tensor that `torch.save` wrote, and run nothing; LeanKError if that is not all."""
+    """Load the one plain tensor [L, H_kv, D] that `torch.save` wrote; nothing of the file is executed.
+
+    Raises:
+        LeanKError: If the file holds anything else.
+    """
     hint = "save it with `torch.save(tensor, path)`, a tensor without a class, layout or device of its own"
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)

@@ -12,11 +12,13 @@ from leank_convert.errors import LeanKError, first_line
 
 
 def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool = False) -> Any:
-    """Load the tokenizer of a model's, checkpoint's or ONNX folder, which the user called `name`.
+    """Load the tokenizer of the folder of a model, of a checkpoint or of ONNX graphs.
+
+    Messages call the folder by `name`, as the user does. A tokenizer that is code of the folder's own runs
+    only with `trust`.
 
     Raises:
-        LeanKError: If there is none, it cannot be loaded, or it is code of the folder's own and not to be
-            trusted.
+        LeanKError: If there is none, it cannot be loaded, or it is code that may not run.
     """
     # Imported here: it takes most of a second, which an import of the toolkit need not.
     from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase

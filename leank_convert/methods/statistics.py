@@ -93,9 +93,10 @@ def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatist
 def high_frequency_channels(
     head_dim: int, *, rotated: int | None = None, interleaved: bool = False
 ) -> Tensor:
-    """Bool [D]: True for the faster half of RoPE's pairs, which are of the first R channels; None for all.
+    """Bool [D]: True for the faster half of the RoPE pairs; channels that are not rotated are in none.
 
-    Pairs are channels i and i + R/2, or if interleaved 2i and 2i + 1.
+    The first R channels are rotated, as `rotated` says, or all if it is None. Pairs are channels i and i +
+    R/2, or if interleaved 2i and 2i + 1.
     """
     count = head_dim if rotated is None else rotated
     channel = torch.arange(head_dim)

@@ -99,9 +99,10 @@ def training_attention(
 ) -> tuple[Tensor, None]:
     """Dispatch one layer's attention, by transformers' signature: [1, N, H, D], and no attention weights.
 
-    Queries are [1, H, N, D], keys and values [1, H_kv, N, D]; what is seen follows from the pass, and of a
-    window a query sees so many tokens, itself among them. Logits of attention sinks [H] fall by what centred
-    keys leave out.
+    Queries are [1, H, N, D], keys and values [1, H_kv, N, D]. What is seen follows from the pass, not from
+    `attention_mask`, and dropout is ignored. In a layer with a `sliding_window` a query sees so many tokens,
+    itself among them; None stands for all. `s_aux` are logits of attention sinks [H], which fall by what
+    centred keys leave out.
 
     Raises:
         ContextIsStored: When a block of the context has reached the last layer.

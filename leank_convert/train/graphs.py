@@ -50,7 +50,11 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
 
 
 class Gradients:
-    """Adds up the gradients of samples; by graphs where one CUDA device holds model and context."""
+    """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
+
+    The model is loaded with `attention.ATTENTION_NAME`, and the longest sample has `longest` tokens. `spread`
+    says whether the model lies on several devices, `offload` whether contexts wait in host memory.
+    """
 
     def __init__(
         self,

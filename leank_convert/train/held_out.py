@@ -83,8 +83,10 @@ def compare_answers(
 ) -> Compared:
     """Answer a sample by a dense model and by students, all on one stored context.
 
-    With `longest`, the sample is padded as training does, its context to no more than this: what CUDA's
-    libraries plan for a size serves several then. Keys are taken less a mean [L, H_kv, D], if one is given.
+    The model is loaded with `attention.ATTENTION_NAME`; students are what else the answers are computed with.
+    The mean of keys [L, H_kv, D], if one is given, comes off all keys, and `offload` keeps the context's keys
+    and values in host memory. With `longest`, the sample is padded as training does, its context to no more
+    than this: what CUDA's libraries plan for a size serves several then.
     """
     sample = _part_from_prefix(sample)
     packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))
