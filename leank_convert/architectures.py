@@ -30,47 +30,39 @@ _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
-MAX_SIZES = {
+_MOST_TOKENS = 2**24
+_NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_DERIVED = ("num_key_value_heads", "head_dim")  # from other keys, where they are null
+_LARGEST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "head_dim": MAX_HEAD_DIM,
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
-    "vocab_size": 2**24,
+    "vocab_size": _MOST_TOKENS,
     "max_position_embeddings": 2**31 - 1,
 }
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What conversion needs to know of a model, all of it from its config.json.
+    """What conversion needs to know of a model, all of it from its config.json."""
 
-    Attributes:
-        model_type: A key of `ARCHITECTURES`.
-        num_hidden_layers: All layers.
-        layers: Numbers of those with full attention, L of them, which are pruned.
-        window: Tokens that a query sees in a layer with a sliding window, 0 in a model without such.
-        num_attention_heads: H.
-        num_key_value_heads: H_kv.
-        head_dim: D, which need not be `hidden_size / num_attention_heads`.
-        hidden_size: Width of the residual stream.
-        max_position_embeddings: Tokens of the longest sequence that it is made for.
-        rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
-        tie_word_embeddings: Whether the head shares the embedding's weight.
-        dtype: The config's dtype, such as `bfloat16`, or None where it names none.
-        config: What they were read from.
-    """
-
-    model_type: str
-    num_hidden_layers: int
-    layers: tuple[int, ...]
-    window: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-    max_position_embeddings: int
+    model_type: str  # a key of `ARCHITECTURES`
+    num_hidden_layers: int  # all layers
+    layers: tuple[int, ...]  # numbers of those with full attention, L of them, which are pruned
+    window: int  # tokens that a query sees in a layer with a sliding window, 0 in a model without such
+    num_attention_heads: int  # H
+    num_key_value_heads: int  # H_kv
+    head_dim: int  # D, which need not be `hidden_size / num_attention_heads`
+    hidden_size: int  # width of the residual stream
+    max_position_embeddings: int  # tokens of the longest sequence that it is made for
+    # In transformers 5's form, with `rope_type` and `rope_theta` always there.
     rope_parameters: dict[str, Any]
-    tie_word_embeddings: bool
-    dtype: str | None
-    config: Mapping[str, object] = field(repr=False, compare=False)
+    tie_word_embeddings: bool  # whether the head shares the embedding's weight
+    dtype: str | None  # the config's dtype, such as `bfloat16`, or None where it names none
+    config: Mapping[str, object] = field(repr=False, compare=False)  # what they were read from
 
     @property
     def is_mixed(self) -> bool:
@@ -104,15 +96,7 @@ class ModelFacts:
 
 
 def find_architecture(model_type: object, *, origin: str) -> Architecture:
-    """Look up a family by its `model_type`.
-
-    Args:
-        model_type: The `model_type` of a config.json.
-        origin: Where it was read, for messages.
-
-    Raises:
-        LeanKError: If it is unknown, or is that of a converted checkpoint.
-    """
+    """Look up a family by a config.json's `model_type`; LeanKError if unknown, or a converted one's."""
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
     if isinstance(model_type, str) and model_type.startswith(LEANK_PREFIX):
@@ -134,14 +118,7 @@ def _bare(name: str) -> str:
 
 
 def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts:
-    """Read the facts of a model from its config.json.
-
-    Args:
-        config: The parsed config.json, overrides already applied.
-        origin: The file or model, for messages.
-
-    Returns:
-        The facts, with the defaults of the family's config class filled in.
+    """Read a model's facts from its config.json, with the defaults of the family's config class filled in.
 
     Raises:
         LeanKError: If the family is unknown, a key makes no sense, or layers attend within a sliding window.
@@ -153,6 +130,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         )
     architecture = find_architecture(config.get("model_type"), origin=origin)
     _refuse_other_models(config, origin)
+    _check_sizes(Fields(config, origin))  # before transformers computes with them
     _check_given(Fields(config, origin), architecture)
     values = _complete(config, architecture, origin)
     fields = Fields(values, origin)
@@ -169,14 +147,11 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         model_type=architecture.model_type,
         num_hidden_layers=layers,
         layers=full_layers,
-        window=fields.whole_number("sliding_window", 1, MAX_SIZES["vocab_size"]) if has_window else 0,
+        window=fields.whole_number("sliding_window", 1, _MOST_TOKENS) if has_window else 0,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        **{
-            key: fields.whole_number(key, 1, MAX_SIZES[key])
-            for key in ("hidden_size", "max_position_embeddings")
-        },
+        **{key: values[key] for key in ("hidden_size", "max_position_embeddings")},
         rope_parameters=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=str(dtype) if dtype else None,
@@ -207,20 +182,27 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
     return None
 
 
-def _check_given(fields: Fields, architecture: Architecture) -> None:
-    """Check what a config.json states, before transformers computes with it."""
-    values = fields.values
-    layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
-    heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
-    for key, most in MAX_SIZES.items():
-        if key in values or key == "hidden_size":
-            fields.whole_number(key, 1, most)
-    kv_heads = heads
-    if values.get("num_key_value_heads") is not None:
-        kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
-    _check_groups(heads, kv_heads, fields.origin)
-    if values.get("head_dim") is not None and fields.whole_number("head_dim", 1, MAX_HEAD_DIM) % 2:
+def _check_sizes(fields: Fields, needed: tuple[str, ...] = _NEEDED) -> None:
+    stated = {key for key, value in fields.values.items() if value is not None or key not in _DERIVED}
+    sizes = {
+        key: fields.whole_number(key, 1, largest)
+        for key, largest in _LARGEST.items()
+        if key in needed or key in stated
+    }
+    heads = sizes["num_attention_heads"]
+    if heads % (kv_heads := sizes.get("num_key_value_heads", heads)):
+        raise LeanKError(
+            f"`{fields.origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` "
+            f"{kv_heads}"
+        )
+    if sizes.get("head_dim", 0) % 2:
         raise fields.refused("head_dim", "not even: rope turns channels in pairs")
+
+
+def _check_given(fields: Fields, architecture: Architecture) -> None:
+    """Check what else a config.json states, before transformers computes with it."""
+    values = fields.values
+    layers = values["num_hidden_layers"]
     kinds = values.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
         raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
@@ -291,23 +273,14 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
                 f"`num_attention_heads` {heads}"
             )
         values["head_dim"] = hidden_size // heads
-    if values["head_dim"] not in range(2, MAX_HEAD_DIM + 1, 2):
-        raise Fields(values, origin).refused("head_dim", f"not an even number from 2 to {MAX_HEAD_DIM}")
-    layers, heads, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
-    _check_groups(heads, kv_heads, origin)
+    _check_sizes(Fields(values, origin), (*SHAPE_KEYS, "hidden_size", "max_position_embeddings"))
+    layers, _, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
     if layers * kv_heads * head_dim > MAX_CHANNELS:
         raise LeanKError(
             f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
             f"{MAX_CHANNELS} channels"
         )
     return values
-
-
-def _check_groups(heads: int, kv_heads: int, origin: str) -> None:
-    if heads % kv_heads:
-        raise LeanKError(
-            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-        )
 
 
 def _read_rope(

@@ -77,31 +77,18 @@ NEVER_DOWNLOADED_PATTERNS = ("*.py",)
 # config, kernels from the hub, the code of another folder, code for `pipeline`, other weights.
 OTHER_FILES_KEYS = {"configuration_files", "transformers_weights"}
 KERNEL_KEYS = {f"{prefix}{part}_implementation" for prefix in ("", "_") for part in ("attn", "experts")}
-LOADING_KEYS = {
-    *OTHER_FILES_KEYS,
-    *KERNEL_KEYS,
-    "_name_or_path",
-    "name_or_path",
-    "custom_pipelines",
-}
+LOADING_KEYS = {*OTHER_FILES_KEYS, *KERNEL_KEYS, "_name_or_path", "name_or_path", "custom_pipelines"}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder whose headers have been read and checked.
-
-    Attributes:
-        folder: The folder.
-        config: The parsed config.json.
-        shards: The shards' headers by file name, in the order of the index.
-        index: The parsed index, None for a single file.
-        whole: The `model_type` of a larger model, whose text model this is; None for a model of its own.
-    """
+    """A model folder whose headers have been read and checked."""
 
     folder: Path
-    config: Mapping[str, Any]
-    shards: Mapping[str, SafetensorsHeader]
-    index: Mapping[str, Any] | None
+    config: Mapping[str, Any]  # the parsed config.json
+    shards: Mapping[str, SafetensorsHeader]  # the shards' headers by file name, in the order of the index
+    index: Mapping[str, Any] | None  # the parsed index, None for a single file
+    # The `model_type` of a larger model, whose text model this is; None for a model of its own.
     whole: str | None = None
 
     @property
@@ -142,11 +129,7 @@ def is_onnx_folder(path: Path) -> bool:
 
 
 def find_companions(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Find the small files that travel with a model's weights.
-
-    Returns:
-        Their paths by name within the folder, and the names of files that are called so and are no data.
-    """
+    """Find the small files that travel with a model's weights, by name, and the names of what is no data."""
     found = {
         path.relative_to(folder).as_posix(): path
         for pattern in COMPANION_PATTERNS
@@ -177,14 +160,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the config.json of a converted checkpoint.
-
-    Returns:
-        All of it, and its `leank` block.
-
-    Raises:
-        LeanKError: If there is none, or it has no such block.
-    """
+    """Read a converted checkpoint's config.json, and its `leank` block; LeanKError without one."""
     config = read_config(folder)
     leank = config.get("leank")
     if not isinstance(leank, dict):
@@ -196,11 +172,7 @@ def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_leank_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
-    """Read the facts of the model that a converted checkpoint was made from.
-
-    Args:
-        config: The checkpoint's config.json.
-        folder: Where it lies, for messages.
+    """Read the facts of the model that a converted checkpoint was made from, by the checkpoint's config.json.
 
     Raises:
         LeanKError: If `model_type` is not that of a checkpoint, or the config makes no sense.
@@ -278,11 +250,7 @@ def _as_text(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter beside weights: where peft is installed transformers would load it on top of them.
-
-    Raises:
-        LeanKError: If there is one.
-    """
+    """Refuse, by a LeanKError, an adapter that transformers would load on top of the weights beside it."""
     if os.path.lexists(folder / ADAPTER_NAME):
         raise LeanKError(
             f"`{folder / ADAPTER_NAME}`: transformers would load an adapter on top of the weights beside it",

@@ -22,11 +22,6 @@ def build_config(
 ) -> PreTrainedConfig:
     """Build the family's config object from a config.json, without running code of a checkpoint.
 
-    Args:
-        config: The parsed config.json.
-        architecture: The family.
-        origin: The file, for messages.
-
     Raises:
         LeanKError: If transformers refuses it, or this release of transformers has no such family.
     """
@@ -74,11 +69,7 @@ def complete_config(
 
 @contextmanager
 def refused_by_transformers(origin: str) -> Iterator[None]:
-    """Put into one sentence what transformers says of a config.json, and none of what it logs.
-
-    Raises:
-        LeanKError: If transformers raises anything.
-    """
+    """Put what transformers says of a config.json into one LeanKError, and nothing of what it logs."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()

@@ -69,18 +69,10 @@ _FIXED_KEYS = frozenset(
 def apply_config_overrides(
     config: Mapping[str, object], overrides: Mapping[str, object]
 ) -> dict[str, object]:
-    """Apply a recipe's `model.config_overrides` to a config.json.
+    """Apply a recipe's `model.config_overrides` to a config.json, each in place of its key: a new config.
 
-    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's;
-    every other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`,
-    whichever of the two forms the config or the overrides were in.
-
-    Args:
-        config: The parsed config.json.
-        overrides: Keys of a config.json and their new values.
-
-    Returns:
-        A new config.
+    Rope parameters may leave out `rope_theta`, which then stays the model's; every other parameter of the
+    model's own rope is dropped, and the result stands in `rope_parameters`, whichever form the two were in.
 
     Raises:
         LeanKError: If the overrides change the model's identity or shape, or have a key that is not known.

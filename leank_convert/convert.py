@@ -41,21 +41,13 @@ def convert_model(
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> list[Path]:
-    """Make a model's masks by a recipe, and write a checkpoint of each.
+    """Make a model's masks by a recipe, and write a checkpoint of each, or if asked the masks alone.
 
-    Args:
-        model: A local folder, a hub id, or `testbed`.
-        out: The folder to write; with several pruning ratios, that of the checkpoints' folders.
-        recipe: What to make, by which method.
-        resume: Go on with the run in `out`; its checkpoints are replaced.
-        mask_only: Stop at the masks.
-        base_model: What `model` is called on the hub, for the model cards; by default what is known of it.
-        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
-        device: Default: CUDA if there is any, else the CPU.
-        progress: Whether to draw a progress bar to stderr.
-
-    Returns:
-        The checkpoints, or the masks' files; nothing on processes but the first.
+    With several pruning ratios `out` is that of the checkpoints' folders; `resume` goes on with the run in
+    it, and replaces its checkpoints. Model cards call the model `base_model`, by default what is known of it.
+    A `kv_dtype` of `fp8` stores keys and values in eight bits, `int4` in four, None as they come. The device
+    is by default CUDA if there is any, else the CPU; `progress` draws a bar to stderr. Returned are the
+    checkpoints, or the masks' files; on processes but the first, nothing.
 
     Raises:
         LeanKError: As `train_masks` and `export_checkpoint`; what an export would refuse whatever the mask,
@@ -167,7 +159,6 @@ def export_model(
 
 
 def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
-    """Refuse a ratio of V that a mask or a model has no use for, before anything is measured."""
     if export.choice.mask.value_basis is not None:
         raise LeanKError(
             f"mask `{export.choice.mask_origin}` prunes V already, "

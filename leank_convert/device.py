@@ -10,10 +10,7 @@ from leank_convert.errors import LeanKError
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """Find out whether a device can be used before anything is loaded onto it.
-
-    Args:
-        device: As `torch.device` takes it; None for CUDA if there is any, else the CPU.
+    """Find out whether a device can be used before anything is loaded onto it; None is CUDA if there is any.
 
     Raises:
         LeanKError: If torch does not know the device, or cannot compute on it here.

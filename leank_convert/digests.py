@@ -34,11 +34,9 @@ _LOADED_PATTERNS = (
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Hash every file of a checkpoint that is being written, but for a training run and hidden files.
+    """Hash every file of a checkpoint, complete but for this one; not those of a training run or hidden ones.
 
-    Args:
-        folder: The checkpoint, complete but for this file.
-        known: Digests of files that have been hashed already, by name.
+    Digests that are `known` already, by name, are taken as they are.
 
     Raises:
         OSError: If a file cannot be read or written.
@@ -51,11 +49,7 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Read the digests of a checkpoint by file name.
-
-    Raises:
-        LeanKError: If there are none, or they are no digests.
-    """
+    """Read the digests of a checkpoint by file name; LeanKError if there are none, or they are no digests."""
     path = folder / DIGESTS_NAME
     content = read_json(path)
     version = content.get("format_version")
@@ -82,11 +76,8 @@ def find_unlisted(folder: Path, listed: Iterable[str]) -> list[str]:
         for path in folder.glob("*/" * level + "*")
         if not path.is_dir()
     }
-    return sorted(name for name in found - covered if is_loaded(name))
-
-
-def is_loaded(name: str) -> bool:
-    """Whether something that loads a folder as a model may read a file of this name."""
-    return any(
-        fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in _LOADED_PATTERNS
+    return sorted(
+        name
+        for name in found - covered
+        if any(fnmatchcase(name, known) and name.count("/") == known.count("/") for known in _LOADED_PATTERNS)
     )

@@ -33,13 +33,7 @@ class LeanKError(Exception):
 
 
 class RecipeError(LeanKError):
-    """Everything that is wrong with one recipe, at once.
-
-    Args:
-        path: The recipe's file or name.
-        problems: One sentence per problem, without the recipe's name.
-        hint: What to do about them.
-    """
+    """What is wrong with one recipe: a sentence per problem, without its name."""
 
     def __init__(
         self, path: str | os.PathLike[str], problems: Sequence[str], hint: str | None = None
@@ -52,6 +46,14 @@ class RecipeError(LeanKError):
             listed = "".join(f"\n  {problem}" for problem in self.problems)
             message = f"recipe `{shorten(self.path)}`: {len(self.problems)} problems:{listed}"
         super().__init__(message, hint)
+
+
+class NotFiniteError(LeanKError):
+    """Numbers that are not finite, as a sentence says; exit code 1."""
+
+    def __init__(self, message: str) -> None:
+        hint = "float16 overflows where bfloat16 and float32 do not: see `model.dtype`"
+        super().__init__(message, hint, exit_code=1)
 
 
 class LeanKMemoryError(LeanKError):
@@ -104,11 +106,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def out_of_memory(what: str, hint: str) -> Iterator[None]:
-    """Say in one sentence what memory does not suffice for, instead of torch's or numpy's error.
-
-    Args:
-        what: What was to be held, such as `8 prompts of up to 4096 tokens`.
-        hint: What to lower.
+    """Say what memory does not suffice for, such as `8 prompts`, instead of torch's or numpy's error.
 
     Raises:
         LeanKMemoryError: In place of `torch.OutOfMemoryError` or `MemoryError`; exit code 1.

@@ -6,15 +6,21 @@ Arithmetic on its config.json alone; what a mask keeps of V is known when there 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.files import read_json, user_path
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
+from leank_convert.head_layout import (
+    BYTES_PER_ELEMENT,
+    BytesPerToken,
+    bytes_of,
+    count_row_bytes,
+    describe_layers,
+)
 from leank_convert.hub import TESTBED, download_file, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
 from leank_convert.text_part import read_text_part
@@ -45,18 +51,7 @@ def find_config(path: str | Path) -> Path | None:
 
 
 def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
-    """Describe a model that is not converted, and estimate its cache.
-
-    Args:
-        path: What the user called it.
-        config_file: Its config.json.
-
-    Returns:
-        JSON-ready data.
-
-    Raises:
-        LeanKError: If it cannot be converted.
-    """
+    """Describe a model and its cache by its config.json, JSON-ready; LeanKError if it is none of ours."""
     config = read_json(config_file)
     text = read_text_part(config, config_file)
     config = text or config
@@ -69,7 +64,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         recipe = load_recipe(name)
         ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO
         windows = Windows(**recipe.windows.model_dump())
-    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+    element_bytes = bytes_of(facts.dtype)
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
     cache = BytesPerToken(part, part, pruned, part, part, part)
@@ -102,44 +97,38 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
             "saved": replace(cache, value_pruned=round((1 - _VALUE_PRUNING_RATIO) * part)).saved,
         },
         "bytes_per_row": {
-            str(length): asdict(count_row_bytes(facts, cache, windows, length, element_bytes))
+            str(length): count_row_bytes(facts, cache, windows, length, element_bytes)
             for length in [length for length in _LENGTHS if length <= positions] or [positions]
         },
     }
 
 
-def list_estimate_rows(facts: Mapping[str, Any]) -> list[Row]:
+def list_estimate_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     """List what `estimate_model` found in rows for a person."""
     cache = facts["bytes_per_token"]
     layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
-    rows = [("model", f"{facts['path']} ({facts['model_type']}), not converted")]
+    yield "model", f"{facts['path']} ({facts['model_type']}), not converted"
     if facts["part_of_larger"]:
-        rows.append(("", "the text model of a larger one, which also reads images"))
+        yield "", "the text model of a larger one, which also reads images"
     shape = f"{layers} layers, {heads} KV heads, head_dim {facts['head_dim']}"
-    rows.append(("shape", f"{shape}, {facts['positions']:,} positions"))
+    yield "shape", f"{shape}, {facts['positions']:,} positions"
     if facts["layers"]:
-        rows.append(("layers", facts["layers"]))
-    windows = ", ".join(f"{key} {size}" for key, size in facts["windows"].items())
+        yield "layers", facts["layers"]
+    yield "recipe", facts["recipe"] or "none packaged: `train` derives one"
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    yield "bytes per number", f"{facts['element_bytes']}{assumed}"
+    windows = ", ".join(f"{key} {size}" for key, size in facts["windows"].items())
+    yield "windows", f"{windows}: tokens that keep everything"
     of_layers = ", of layers with full attention" if facts["layers"] else ""
-    rows += [
-        ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
-        ("bytes per number", f"{facts['element_bytes']}{assumed}"),
-        ("windows", f"{windows}: tokens that keep everything"),
-        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}{of_layers}"),
-        (
-            "",
-            f"at pruning ratio {facts['pruning_ratio']:g} K {cache['key_pruned']:,}, V at most as before: at "
-            f"least {cache['saved']:.1%} saved",
-        ),
-    ]
+    yield "bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}{of_layers}"
+    pruned = f"at pruning ratio {facts['pruning_ratio']:g} K {cache['key_pruned']:,}, V at most as before"
+    yield "", f"{pruned}: at least {cache['saved']:.1%} saved"
     if both := facts["with_values_pruned"]:
         ratio = both["value_pruning_ratio"]
-        rows.append(("", f"with V at `value_pruning_ratio` {ratio:g}, too: {both['saved']:.1%} saved"))
+        yield "", f"with V at `value_pruning_ratio` {ratio:g}, too: {both['saved']:.1%} saved"
     for length, row in facts["bytes_per_row"].items():
         dense, pruned = (_write_size(row[side]) for side in ("dense", "pruned"))
-        rows.append((f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"))
-    return rows
+        yield f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"
 
 
 def _write_size(num_bytes: int) -> str:

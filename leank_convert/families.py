@@ -17,31 +17,19 @@ _LINEAR = ("linear_attention",)
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model family: its classes in transformers, and what is particular to its attention.
+    """One model family: its classes in transformers, and what is particular to its attention."""
 
-    Attributes:
-        model_type: The `model_type` of the family's config.json.
-        stem: The family's name within class names: `<stem>Config`, `<stem>Model`, `<stem>ForCausalLM`.
-        partial_rotary: Whether the config may leave channels of a head unrotated.
-        sinks: Whether each query head has an attention sink, a logit of its own.
-        experts: Whether layers may have a mixture of experts.
-        other_layers: Kinds of layers that it may have beside those with full attention.
-        rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
-        is_text_part: Whether `Text` is in the names of the classes but that with a head.
-        interleaved_pairs: Whether rope turns neighbours together, not channels i and i + D/2.
-        gated: Whether attention's output is multiplied by gates before it is projected.
-    """
-
-    model_type: str
-    stem: str
-    partial_rotary: bool = False
-    sinks: bool = False
-    experts: bool = False
-    other_layers: tuple[str, ...] = ()
+    model_type: str  # the `model_type` of the family's config.json
+    stem: str  # the family's name within class names: `<stem>Config`, `<stem>Model`, `<stem>ForCausalLM`
+    partial_rotary: bool = False  # whether the config may leave channels of a head unrotated
+    sinks: bool = False  # whether each query head has an attention sink, a logit of its own
+    experts: bool = False  # whether layers may have a mixture of experts
+    other_layers: tuple[str, ...] = ()  # kinds of layers that it may have beside those with full attention
+    # Whether kinds of layers are rotated differently, each by parameters of its own.
     rope_by_kind: bool = False
-    is_text_part: bool = False
-    interleaved_pairs: bool = False
-    gated: bool = False
+    is_text_part: bool = False  # whether `Text` is in the names of the classes but that with a head
+    interleaved_pairs: bool = False  # whether rope turns neighbours together, not channels i and i + D/2
+    gated: bool = False  # whether attention's output is multiplied by gates before it is projected
 
     @property
     def config_class(self) -> str:
@@ -89,12 +77,7 @@ _ROWS = (
     Architecture("hy_v3", "HYV3", experts=True),
     Architecture("olmo3", "Olmo3", other_layers=_SLIDING, rope_by_kind=True),
     Architecture(
-        "qwen3_5_text",
-        "Qwen3_5",
-        is_text_part=True,
-        partial_rotary=True,
-        other_layers=_LINEAR,
-        gated=True,
+        "qwen3_5_text", "Qwen3_5", is_text_part=True, partial_rotary=True, other_layers=_LINEAR, gated=True
     ),
     Architecture(
         "qwen3_5_moe_text",

@@ -16,22 +16,13 @@ _Model = TypeVar("_Model", bound="BaseModel")
 
 @dataclass(frozen=True)
 class Fields:
-    """The values of one JSON object.
+    """The values of one JSON object."""
 
-    Attributes:
-        values: By key.
-        origin: Where they stand, for messages.
-    """
-
-    values: Mapping[str, object]
-    origin: str
+    values: Mapping[str, object]  # by key
+    origin: str  # where they stand, for messages
 
     def whole_number(self, key: str, least: int, most: int) -> int:
-        """An integer within bounds, both included.
-
-        Raises:
-            LeanKError: If it is missing or something else.
-        """
+        """An integer within bounds, both included; LeanKError if it is missing or something else."""
         value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.refused(key, f"not a whole number from {least} to {most}")
@@ -46,26 +37,19 @@ class Fields:
         value = self.values.get(key)
         fits = isinstance(value, int | float) and least <= value <= most and not (below and value == most)
         if not isinstance(value, int | float) or isinstance(value, bool) or not fits:
-            raise self.refused(key, f"not a number from {least:g} to {'below ' * below}{most:g}")
+            bound = f"below {most:g}" if below else f"{most:g}"
+            raise self.refused(key, f"not a number from {least:g} to {bound}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false.
-
-        Raises:
-            LeanKError: If it is something else.
-        """
+        """True or false, `default` where it is missing; LeanKError if it is something else."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refused(key, "neither true nor false")
         return value
 
     def text(self, key: str, choices: Collection[str] | None = None) -> str:
-        """A text, one of `choices` where they are given.
-
-        Raises:
-            LeanKError: If it is missing or something else.
-        """
+        """A text, one of `choices` where they are given; LeanKError if it is missing or something else."""
         value = self.values.get(key)
         if not isinstance(value, str):
             raise self.refused(key, "not a text")

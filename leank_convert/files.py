@@ -23,11 +23,7 @@ _MAX_JSON_DEPTH = 64
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """What a user names as a file or a folder, be it there or not; `~` is a home.
-
-    Raises:
-        LeanKError: If no file system would take it.
-    """
+    """What a user names as a path, be it there or not; LeanKError if no file system would take it."""
     try:
         found = Path(path).expanduser()
         found.exists()
@@ -57,11 +53,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        LeanKError: If the file is missing, cannot be read, is absurdly large or holds something else.
-    """
+    """Read a JSON object; LeanKError if the file is missing, unreadable, huge or something else."""
     with open_file(path) as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
@@ -146,11 +138,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file so that it holds the old content or the new whole, whenever the process or machine dies.
+    """Write a file, whole or by its parts, that holds the old content or the new whenever the machine dies.
 
-    Args:
-        path: The file. What is written to first lies beside it, as `<name>.partial`.
-        content: All of it, or its parts in order.
+    What is written to first lies beside it, as `<name>.partial`.
 
     Raises:
         OSError: If it cannot be written; carries the file's name.
@@ -170,11 +160,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file or a folder to the disk.
-
-    Raises:
-        OSError: If that fails, as it may for want of space; carries the file's name.
-    """
+    """Flush a file or a folder to the disk; an OSError, as for want of space, carries its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,14 +31,9 @@ class BusyError(LeanKError):
 
 
 def check_folder(path: Path, *, suffix: str = "") -> Path:
-    """Check that a path is a folder that may be written to, or that one can be made there.
+    """Check that a path is a folder that may be written to, or can be made; return it without links.
 
-    Args:
-        path: What the user named.
-        suffix: The longest that will be put behind its name.
-
-    Returns:
-        The path without links.
+    Behind its name the longest `suffix` has to fit that will be put there.
 
     Raises:
         LeanKError: If it is or can be none.
@@ -74,12 +69,8 @@ def locked(path: Path, busy: str) -> Iterator[None]:
     Folders that are missing are made, and removed if they are empty in the end. Who holds the lock already,
     in the same thread, just goes on.
 
-    Args:
-        path: The lock's file.
-        busy: The message where another process, or thread, holds it.
-
     Raises:
-        BusyError: If it does.
+        BusyError: If another process, or thread, holds it; `busy` is the message.
         OSError: If the file cannot be made.
     """
     path = Path(os.path.realpath(path.parent), path.name)
@@ -120,27 +111,23 @@ def _lock(path: Path, busy: str) -> int:
                 raise
             continue  # another process has just removed the folder that it had made
         try:
-            _take(descriptor, path, busy)
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size:
+                raise LeanKError(f"`{path}` is in the way: it is no lock", hint="move it elsewhere")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BusyError(busy, hint="wait for it, or name another folder") from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                _logger.warning("`%s` cannot be locked here: let nothing else write to it", path.parent)
             if _is_at(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _take(descriptor: int, path: Path, busy: str) -> None:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size:
-        raise LeanKError(f"`{path}` is in the way: it is no lock", hint="move it elsewhere")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BusyError(busy, hint="wait for it, or name another folder") from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        _logger.warning("`%s` cannot be locked here: let nothing else write to it", path.parent)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -20,28 +20,21 @@ INT4_GROUP_SIZE = 32
 _LENGTH = 32768  # of the row that stands for all
 
 
+def bytes_of(dtype: str | None) -> int:
+    """Bytes of a number of a dtype; two where that is not known."""
+    return BYTES_PER_ELEMENT.get(dtype or "", 2)
+
+
 @dataclass(frozen=True)
 class HeadLayout:
-    """How the KV heads of every layer are ordered in a checkpoint.
+    """How the KV heads of every layer are ordered in a checkpoint."""
 
-    Attributes:
-        head_permutation: `[layer][new] = old`, KV heads.
-        widths: Kept channels `[layer][new]`, ascending within a layer.
-    """
-
-    head_permutation: tuple[tuple[int, ...], ...]
-    widths: tuple[tuple[int, ...], ...]
+    head_permutation: tuple[tuple[int, ...], ...]  # `[layer][new] = old`, KV heads
+    widths: tuple[tuple[int, ...], ...]  # kept channels `[layer][new]`, ascending within a layer
 
 
 def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
-    """Order every layer's heads by width, keeping the original order within a bucket.
-
-    Args:
-        widths: Kept channels `[layer][head]` in the ORIGINAL head order.
-
-    Returns:
-        The permutation and the widths in the new order.
-    """
+    """Order every layer's heads by width `[layer][head]`, keeping the original order within a bucket."""
     permutations = tuple(tuple(sorted(range(len(layer)), key=layer.__getitem__)) for layer in widths)
     return HeadLayout(
         head_permutation=permutations,
@@ -54,24 +47,16 @@ def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
 
 @dataclass(frozen=True)
 class BytesPerToken:
-    """Bytes per cached token, over all layers and heads.
+    """Bytes per cached token, over all layers and heads."""
 
-    Attributes:
-        key_dense: K of a token in the dense model.
-        value_dense: V of the same.
-        key_pruned: K of a token in the pruned region: each head's kept channels.
-        value_pruned: V of the same: each head's kept directions; where V is not pruned whole, or nothing for
-            a head of width 0.
-        key_window: K of a token in the sink or the recent window: every channel.
-        value_window: V of the same.
-    """
-
-    key_dense: int
-    value_dense: int
-    key_pruned: int
+    key_dense: int  # K of a token in the dense model
+    value_dense: int  # V of the same
+    key_pruned: int  # K of a token in the pruned region: each head's kept channels
+    # V of the same: each head's kept directions; where V is not pruned whole, or nothing for a head of width
+    # 0.
     value_pruned: int
-    key_window: int
-    value_window: int
+    key_window: int  # K of a token in the sink or the recent window: every channel
+    value_window: int  # V of the same
 
     @property
     def removed(self) -> tuple[float, float]:
@@ -89,10 +74,7 @@ def list_value_widths(
 ) -> list[int]:
     """List how many channels of V a pruned token keeps, head by head, layer by layer.
 
-    Args:
-        widths: Kept channels of K `[layer][head]`.
-        head_dim: D.
-        value_widths: Kept directions of V in the same order; None where V is not pruned.
+    By kept channels of K and directions of V `[layer][head]`, those None where V is not pruned.
     """
     values = [None] * len(widths) if value_widths is None else map(tuple, value_widths)
     layers = (ChunkLayout(tuple(k), head_dim, 1, v, 1) for k, v in zip(widths, values, strict=True))
@@ -106,14 +88,10 @@ def count_cache_bytes(
     kv_dtype: str | None = None,
     value_widths: Sequence[Sequence[int]] | None = None,
 ) -> BytesPerToken:
-    """Count the bytes of one token.
+    """Count the bytes of one token, by kept channels and directions `[layer][head]` in any order of heads.
 
-    Args:
-        widths: Kept channels `[layer][head]`, in any head order.
-        head_dim: D.
-        element_bytes: Bytes of one number in the dense cache.
-        kv_dtype: What the pruned cache is stored in, if it is something else.
-        value_widths: Kept directions of V in the same order; None where V is not pruned.
+    `element_bytes` are of a number in the dense cache; `kv_dtype` is what the pruned one is stored in, if
+    that is something else. `value_widths` are None where V is not pruned.
     """
     heads = [width for layer in widths for width in layer]
     values = list_value_widths(widths, head_dim, value_widths)
@@ -136,55 +114,28 @@ def count_cache_bytes(
     )
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of K and V of a row of tokens, all layers together.
-
-    Attributes:
-        dense: In the dense model.
-        pruned: In a checkpoint of it.
-    """
-
-    dense: int
-    pruned: int
-
-
 def count_row_bytes(
-    facts: ModelFacts,
-    cache: BytesPerToken,
-    windows: Windows,
-    num_tokens: int,
-    element_bytes: int,
-) -> RowBytes:
-    """Count the bytes of a row.
+    facts: ModelFacts, cache: BytesPerToken, windows: Windows, num_tokens: int, element_bytes: int
+) -> dict[str, int]:
+    """Count the bytes of a row, `dense` and `pruned`, all layers together.
 
-    Args:
-        facts: The model's.
-        cache: What a token takes in the layers that are pruned.
-        windows: Which of the tokens keep every channel.
-        num_tokens: Tokens of the row.
-        element_bytes: Bytes of one number in the dense cache.
+    The cache says what a token takes in pruned layers, `element_bytes` are those of a number in the others.
     """
     dense = cache.key_dense + cache.value_dense
     whole = min(num_tokens, windows.sink_size + windows.recent_size + windows.flush_size)
     rest = (cache.key_pruned + cache.value_pruned) * (num_tokens - whole)
     per_layer = 2 * facts.num_key_value_heads * facts.head_dim * element_bytes * min(num_tokens, facts.window)
     others = (facts.num_hidden_layers - len(facts.layers)) * per_layer
-    return RowBytes(
-        dense=dense * num_tokens + others,
-        pruned=rest + (cache.key_window + cache.value_window) * whole + others,
-    )
+    return {
+        "dense": dense * num_tokens + others,
+        "pruned": rest + (cache.key_window + cache.value_window) * whole + others,
+    }
 
 
-def describe_layers(
-    facts: ModelFacts,
-    cache: BytesPerToken,
-    windows: Windows,
-    element_bytes: int,
-) -> str:
+def describe_layers(facts: ModelFacts, cache: BytesPerToken, windows: Windows, element_bytes: int) -> str:
     """Say in one line what is pruned of a mixed model, and what that makes of its whole cache."""
     row = count_row_bytes(facts, cache, windows, _LENGTH, element_bytes)
     return (
         f"prunes {len(facts.layers)} of {facts.num_hidden_layers} layers, those with full attention; K+V "
-        f"bytes per token at 32K: dense {row.dense // _LENGTH:,}, pruned {row.pruned // _LENGTH:,}"
+        f"bytes per token at 32K: dense {row['dense'] // _LENGTH:,}, pruned {row['pruned'] // _LENGTH:,}"
     )

@@ -33,11 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model(model: str | Path) -> Path:
-    """Turn what a user calls a model into a local folder.
-
-    Args:
-        model: A local folder, a hub id (downloaded to the hub's cache), or `testbed`, the model that ships
-            with this package.
+    """Turn a model's local folder, hub id (downloaded to the hub's cache) or `testbed` into a local folder.
 
     Raises:
         LeanKError: If there is no such folder, or the hub does not give the model.
@@ -107,24 +103,17 @@ def is_hub_id(name: str) -> bool:
 
 def is_repository(name: object) -> bool:
     """Whether something is a name `owner/name` that the hub would take."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
-
     if not isinstance(name, str) or not is_hub_id(name):
         return False
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        check_repo_id(name)
+    except LeanKError:
         return False
     return True
 
 
 def check_base_model(name: str | None) -> None:
-    """Check what a user says that a model is called on the hub.
-
-    Raises:
-        LeanKError: If it is not a valid name of a repository.
-    """
+    """Check what a user says that a model is called on the hub; LeanKError if it cannot be."""
     if name is not None and not is_repository(name):
         raise LeanKError(
             f"base model {cut(name)} is not a valid name of a hub repository",
@@ -135,9 +124,7 @@ def check_base_model(name: str | None) -> None:
 def hide_local_paths(text: str, named: Collection[str | None] = ()) -> str:
     """Leave of every local path in a text `.../` and its last part, as what is passed on is read elsewhere.
 
-    Args:
-        text: Of any kind.
-        named: What may be a path, or the id of something on the hub; others are found by how they begin.
+    What is `named` may be a path, or the id of something on the hub; others are found by how they begin.
     """
     for name in named:
         # Unlike `Path.exists`, it takes a name that is too long.
@@ -147,11 +134,7 @@ def hide_local_paths(text: str, named: Collection[str | None] = ()) -> str:
 
 
 def download_file(repo_id: str, name: str) -> Path:
-    """Download one file of a repository to the hub's cache.
-
-    Raises:
-        LeanKError: If the hub does not give it.
-    """
+    """Download one file of a repository to the hub's cache; LeanKError if the hub does not give it."""
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(repo_id):
@@ -159,15 +142,7 @@ def download_file(repo_id: str, name: str) -> Path:
 
 
 def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a checkpoint, without the training run and other files that may lie beside it.
-
-    Args:
-        path: The checkpoint's folder.
-        repo_id: `owner/name` on the hub; made if it does not exist.
-        private: Whether a repository that is made is private.
-
-    Returns:
-        The repository's address.
+    """Upload a checkpoint to `owner/name`, without what else lies beside it, and return the address.
 
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.
@@ -175,6 +150,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     from huggingface_hub import HfApi
 
     folder = Path(path)
+    check_repo_id(repo_id)
     read_leank_config(folder)
     own = None  # without a list, all of it
     if (folder / DIGESTS_NAME).exists():
@@ -193,24 +169,20 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check a repository's name without asking the hub.
-
-    Raises:
-        LeanKError: If it cannot be one.
-    """
+    """Check a repository's name without asking the hub; raises LeanKError."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
 
-    with _hub_errors(repo_id, uploads=True):
+    try:
         validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise LeanKError(
+            f"`{repo_id}` is not a valid name of a hub repository", hint="use `owner/name`"
+        ) from error
 
 
 @contextmanager
 def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
-    """Put what the hub refuses into one sentence.
-
-    Raises:
-        LeanKError: In place of the hub's own errors.
-    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -226,31 +198,24 @@ def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        if uploads:
-            raise LeanKError(
-                f"`{repo_id}` is not a valid name of a hub repository", hint="use `owner/name`"
-            ) from error
         raise LeanKError(
             f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)
         ) from error
     except LocalTokenNotFoundError as error:
         raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, transport_error, OSError) as error:
+        reason = first_line(error)
+        hint: str | None = None
+        message = f"`{repo_id}` is not here, and the hub fails: {reason}"
         if uploads:
-            raise LeanKError(
-                f"uploading to `{repo_id}` failed: {first_line(error)}",
-                hint="check the name, and that `hf auth login` gave a token that may write",
-            ) from error
-        if isinstance(error, GatedRepoError):
-            raise LeanKError(
-                f"`{repo_id}` is gated on the hub",
-                hint=f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`",
-            ) from error
-        if isinstance(error, RepositoryNotFoundError):
-            raise LeanKError(
-                f"`{repo_id}` is neither here nor on the hub",
-                hint="a private repository needs `hf auth login`",
-            ) from error
-        if isinstance(error, RemoteEntryNotFoundError):
-            raise LeanKError(f"`{repo_id}` on the hub lacks a file: {first_line(error)}") from error
-        raise LeanKError(f"`{repo_id}` is not here, and the hub fails: {first_line(error)}") from error
+            message = f"uploading to `{repo_id}` failed: {reason}"
+            hint = "check the name, and that `hf auth login` gave a token that may write"
+        elif isinstance(error, GatedRepoError):
+            message = f"`{repo_id}` is gated on the hub"
+            hint = f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`"
+        elif isinstance(error, RepositoryNotFoundError):
+            message = f"`{repo_id}` is neither here nor on the hub"
+            hint = "a private repository needs `hf auth login`"
+        elif isinstance(error, RemoteEntryNotFoundError):
+            message = f"`{repo_id}` on the hub lacks a file: {reason}"
+        raise LeanKError(message, hint=hint) from error

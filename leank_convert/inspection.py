@@ -25,6 +25,7 @@ from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
     INT4_GROUP_SIZE,
     BytesPerToken,
+    bytes_of,
     count_cache_bytes,
     describe_layers,
     list_value_widths,
@@ -33,12 +34,10 @@ from leank_convert.head_layout import (
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
 from leank_convert.windows import Windows
 
-_ASSUMED_ELEMENT_BYTES = 2
 _HEAD_ORDERS = {
     "mask": "original head order",
     "checkpoint": "the checkpoint's head order",
@@ -59,14 +58,10 @@ class Load:
 
 
 def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
-    """Describe a mask file, a checkpoint, an ONNX folder, the folder of a training run, or a model.
+    """Describe a mask by file or name, a checkpoint, ONNX folder, training run or model: JSON-ready data.
 
-    Args:
-        path: The file or folder, the name of a packaged mask, or a model: its folder, config.json or hub id.
-        load: Of what it is to be told how many vLLM holds at once. Not of an ONNX folder.
-
-    Returns:
-        JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own.
+    A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own. With a `load` it is
+    told how many requests vLLM holds at once.
 
     Raises:
         LeanKError: If `path` is none of them.
@@ -101,12 +96,16 @@ def _inspect(path: str | Path) -> dict[str, Any]:
 def _inspect_mask(path: Path) -> dict[str, Any]:
     mask = load_mask(path)
     known = mask.provenance
+    layers: dict[str, Any] = {}
+    if known is not None and known.layers is not None:
+        sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
+        layers = {"pruned_layers": known.layers, "layers": sentence}
     return {
         "kind": "mask",
         "path": str(path),
         "model_type": known.model_type if known else None,
         **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None, None, mask.stored_values),
-        **_describe_mask_layers(known),
+        **layers,
         **_describe_origin(mask),
         "windows": known and {key: getattr(known, key) for key in WINDOW_SIZES},
         "key_mean": mask.key_mean is not None,
@@ -116,10 +115,8 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
 def _describe_origin(mask: ChannelMask) -> dict[str, Any]:
     known = mask.provenance
     return {
-        "model": known.model if known else None,
-        "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
+        **{key: getattr(known, key, None) for key in ("model", "pruning_ratio_asked", "width_multiple")},
         "pruning_ratio": mask.pruning_ratio,
-        "width_multiple": known.width_multiple if known else None,
         "provenance": known and asdict(known),
     }
 
@@ -152,13 +149,6 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "key_mean": KEY_MEAN_KEY in leank,
         "head_permutation": leank["head_permutation"],
     }
-
-
-def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
-    if known is None or known.layers is None:
-        return {}
-    sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
-    return {"pruned_layers": known.layers, "layers": sentence}
 
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
@@ -196,16 +186,16 @@ def _describe_widths(
     kv_dtype: str | None = None,
     value_widths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
+    element_bytes = bytes_of(dtype)
     cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype, value_widths)
     values = list_value_widths(widths, head_dim, value_widths)
-    heads_per_width = Counter(width for layer in widths for width in layer)
+    heads = sorted(width for layer in widths for width in layer)
     return {
         "num_hidden_layers": len(widths),
         "num_key_value_heads": len(widths[0]),
         "head_dim": head_dim,
         "widths": [list(layer) for layer in widths],
-        "heads_per_width": {str(width): heads_per_width[width] for width in sorted(heads_per_width)},
+        "heads_per_width": {str(width): number for width, number in Counter(heads).items()},
         "value_widths": None if value_widths is None else [list(layer) for layer in value_widths],
         "value_pruning_ratio": 1 - sum(values) / (len(values) * head_dim),
         "element_bytes": element_bytes,
@@ -244,8 +234,8 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             f"`{facts['path']}` keeps its cache in int4, which vLLM does not serve",
             hint="add `--kv-dtype fp8`, or inspect its mask file for a cache in the model's dtype",
         )
-    windows = facts["windows"] or asdict(Windows())  # as an export has them
-    sizes = Windows(*(windows[key] for key in WINDOW_SIZES))
+    windows = facts["windows"]
+    sizes = Windows(*(windows[key] for key in WINDOW_SIZES)) if windows else Windows()
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
     layout, values = plan_head_layout(facts["widths"]), facts.get("value_widths")
@@ -272,14 +262,9 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
 
 
 def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) -> str:
-    """Render what `inspect_artifact` found as text for a person.
-
-    Args:
-        facts: The result of `inspect_artifact`.
-        with_recipe: Whether the recipe follows that the mask was made by.
-    """
+    """Render what `inspect_artifact` found as text for a person, if asked with the recipe of the mask."""
     if facts["kind"] == "model":
-        lines = listing(list_estimate_rows(facts))
+        lines = listing([*list_estimate_rows(facts)])
     else:
         recipe = ((facts["provenance"] or {}).get("recipe") or "").splitlines()
         rows = [*_model_rows(facts), *_size_rows(facts), *_capacity_rows(facts), *_provenance_rows(facts)]
@@ -293,7 +278,6 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
 
 
 def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The artifact, its model and the form it is stored in."""
     yield facts["kind"], facts["path"]
     yield "model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"
     if facts["kind"] == "checkpoint":
@@ -314,7 +298,6 @@ def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Shape, pruning ratio, windows and bytes."""
     cache, windows = facts["bytes_per_token"], facts["windows"]
     asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
     layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
@@ -327,12 +310,12 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())
     if facts["value_widths"] is not None:
         known = facts["provenance"] or {}
-        counts = Counter(w for layer in facts["value_widths"] for w in layer)
+        counts = Counter(sorted(width for layer in facts["value_widths"] for width in layer))
         asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
         measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
         ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
         yield "V pruning ratio", ratio + measured
-        yield "heads per V width", ", ".join(f"{width}: {counts[width]}" for width in sorted(counts))
+        yield "heads per V width", ", ".join(f"{width}: {n}" for width, n in counts.items())
     named = [f"{key} {value}" for key, value in windows.items()] if windows else ["not known"]
     yield "windows", ", ".join(named)
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
@@ -348,7 +331,6 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _capacity_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Blocks and requests that vLLM holds, dense and pruned, if they were asked for."""
     if "capacity" not in facts:
         return
     capacity = facts["capacity"]
@@ -368,7 +350,6 @@ def _capacity_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The making of the mask, as far as it is known."""
     known = facts["provenance"]
     if known is None:
         return
@@ -385,7 +366,6 @@ def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _file_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """The files of an ONNX folder."""
     for index, (name, size) in enumerate(facts.get("files", {}).items()):
         yield "" if index else "files", f"{name}: " + ("missing" if size is None else f"{size:,} bytes")
 

@@ -90,10 +90,7 @@ def name_scale_tensors(facts: ModelFacts) -> list[tuple[str, ...]]:
 
 
 def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> str:
-    """Check a checkpoint's scales: that they are there, or are not, as its config.json says, and make sense.
-
-    Returns:
-        What was found.
+    """Check that a checkpoint's scales are there, or are not, as its config.json says; tell what was found.
 
     Raises:
         LeanKError: If one is missing, of another dtype or shape, or no power of two that every dtype has, or

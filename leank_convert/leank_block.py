@@ -76,23 +76,14 @@ def encode_masks(channel_masks: Tensor) -> list[str]:
 def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> LeanKSettings:
     """Read a block as the checkpoint's own runtime does, and check what that takes on trust.
 
-    Args:
-        leank: The block.
-        facts: Of the model that the checkpoint was made from.
-        origin: The config.json, for messages.
-
-    Returns:
-        Windows, widths and channel masks, in the checkpoint's head order.
+    Windows, widths and channel masks are in the checkpoint's head order; the facts are of its source.
 
     Raises:
         LeanKError: If it is of another format, lacks a key, or contradicts itself or the model.
     """
     kinds = ["full_attention" if n in facts.layers else "other" for n in range(facts.num_hidden_layers)]
     config: Any = SimpleNamespace(
-        leank=leank,
-        num_key_value_heads=facts.num_key_value_heads,
-        head_dim=facts.head_dim,
-        layer_types=kinds,
+        leank=leank, num_key_value_heads=facts.num_key_value_heads, head_dim=facts.head_dim, layer_types=kinds
     )
     try:
         settings = read_settings(config)

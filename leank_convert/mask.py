@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.files import user_path, write_atomically
 from leank_convert.head_layout import list_value_widths
 from leank_convert.hub import download_file, is_hub_id
-from leank_convert.mask_metadata import encode_value
-from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.mask_provenance import MaskProvenance, encode_value
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.masks import find_by_model, find_by_name
 from leank_convert.safetensors_file import encode_header, read_header
@@ -31,6 +31,9 @@ MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
 MASK_FILE_NAME = "channel_mask.safetensors"
 
+# The widest first, so that all stay aligned.
+_STORED_DTYPES = {"scaling_factors": "F32", "value_basis": "F32", "value_widths": "I32"}
+_STORED_DTYPES |= {"key_mean": "F16", "channel_mask": "BOOL"}
 # By how much products of a basis' directions may differ from 0 and 1.
 ORTHONORMAL = 1e-5
 _PICKLE_SUFFIXES = (".pth", ".pt")
@@ -76,12 +79,17 @@ class ChannelMask:
             _check_value_widths(self.value_widths, mask)
 
     def __repr__(self) -> str:
-        """Say shape, ratio and origin; tensors are no use in a line."""
         shape = " x ".join(map(str, self.channel_mask.shape))
         known = self.provenance
         origin = "imported" if known is None else f"{known.method}, {known.model}"
         values = "" if self.value_widths is None else f", {self.value_pruning_ratio:.1%} of V"
         return f"ChannelMask([{shape}], {self.pruning_ratio:.1%} removed{values}, {origin})"
+
+    def noting(self, **known: Any) -> ChannelMask:
+        """The mask with more, or other, provenance; none where it has none."""
+        if self.provenance is None:
+            return self
+        return replace(self, provenance=replace(self.provenance, **known))
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:
@@ -142,13 +150,7 @@ def all_channels_mask(facts: ModelFacts) -> ChannelMask:
 
 
 def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, model_origin: str) -> None:
-    """Check that a mask belongs to a model.
-
-    Args:
-        mask: The mask.
-        facts: The model's facts, overrides of its config applied.
-        mask_origin: The mask's file, for messages.
-        model_origin: The model, for messages.
+    """Check that a mask belongs to a model, whose facts have overrides of its config applied.
 
     Raises:
         LeanKError: If its shape is another, or it was trained for another family or other rope parameters.
@@ -209,36 +211,26 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
         if mask.value_basis is None:
             known = replace(known, value_pruning_ratio_asked=None, value_tokens=None, value_weights=None)
         metadata |= known.to_metadata()
-    # The widest first, so that all stay aligned.
-    named = (
-        ("scaling_factors", "F32", mask.scaling_factors),
-        ("value_basis", "F32", mask.value_basis),
-        ("value_widths", "I32", mask.value_widths),
-        ("key_mean", "F16", mask.key_mean),
-        ("channel_mask", "BOOL", mask.channel_mask),
-    )
-    parts = [(name, dtype, tensor) for name, dtype, tensor in named if tensor is not None]
-    data = [tensor.detach().cpu().contiguous().numpy().tobytes() for _, _, tensor in parts]
-    header = encode_header(
-        (
-            (name, dtype, tuple(tensor.shape), len(content))
-            for (name, dtype, tensor), content in zip(parts, data, strict=True)
-        ),
-        metadata,
+    data = {
+        name: tensor.detach().cpu().contiguous().numpy().tobytes()
+        for name in _STORED_DTYPES
+        if (tensor := getattr(mask, name)) is not None
+    }
+    entries = (
+        (name, _STORED_DTYPES[name], tuple(getattr(mask, name).shape), len(content))
+        for name, content in data.items()
     )
     try:
-        write_atomically(path, (header, *data))
+        write_atomically(path, (encode_header(entries, metadata), *data.values()))
     except OSError as error:
         raise LeanKError(f"cannot write mask `{path}`: {error.strerror}") from error
 
 
 def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = None) -> Path:
-    """Turn what a user calls a mask into a file.
+    """Turn a mask's file, folder, hub id or packaged name, or its model's hub id, into a file.
 
-    Args:
-        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), the hub
-            id of a repository that holds one, or a packaged mask by its name or its model's hub id.
-        pruning_ratio: Which one, where that name stands for several.
+    A folder, a training run or checkpoint, and a repository hold `channel_mask.safetensors`. Where a name
+    stands for several, `pruning_ratio` picks one.
 
     Raises:
         LeanKError: If the hub does not give it, or there is no packaged mask of that name and ratio.
@@ -293,8 +285,8 @@ def _load_safetensors(path: Path) -> ChannelMask:
     if "channel_mask" not in header.tensors:
         raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
     mask = to_bool(load_stored(header, "channel_mask"), path)
-    optional = ("scaling_factors", "key_mean", "value_basis", "value_widths")
-    stored = {name: load_stored(header, name) for name in optional if name in header.tensors}
+    optional = (name for name in _STORED_DTYPES if name != "channel_mask" and name in header.tensors)
+    stored = {name: load_stored(header, name) for name in optional}
     try:
         known = MaskProvenance.from_metadata(header.metadata) if "model" in header.metadata else None
         loaded = ChannelMask(mask, provenance=known, **stored)
@@ -323,17 +315,16 @@ def _check_origin(mask: ChannelMask, path: Path) -> None:
     if mask.key_mean is not None and mask.provenance is None:
         raise LeanKError(
             f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
-            "alone, which is not named",
+            "alone, which is not named"
         )
     if mask.value_basis is not None and (mask.provenance is None or mask.provenance.value_weights is None):
         raise LeanKError(
             f"mask `{path}` has a tensor `value_basis` and no `value_weights` in its provenance: a basis of "
-            "V holds for some weights alone, which are not named",
+            "V holds for some weights alone, which are not named"
         )
 
 
 def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: Tensor) -> None:
-    """Check the dtype, shape and values of what goes with a mask."""
     if tensor is None:
         return
     if tensor.dtype != dtype or tensor.shape != mask.shape:

@@ -24,11 +24,7 @@ picks one of several, `--mask` takes one by its name.
 
 
 def render_masks(*, as_json: bool = False) -> str:
-    """Render the packaged masks: a table for people, or a JSON list.
-
-    Raises:
-        LeanKError: If a file is damaged.
-    """
+    """Render the packaged masks: a table for people, or a JSON list; LeanKError if a file is damaged."""
     listed = [_describe(path) for path in list_masks()]
     if as_json:
         return json.dumps(listed)
@@ -41,7 +37,6 @@ def render_masks(*, as_json: bool = False) -> str:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """What the listing shows of a packaged mask."""
     mask = load_mask(path)
     known = mask.provenance
     if known is None:

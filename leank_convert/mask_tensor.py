@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,11 +25,7 @@ _NUMBER_DTYPES = {
 
 
 def check_file(path: Path) -> None:
-    """Check that a mask is a file, and not larger than any mask.
-
-    Raises:
-        LeanKError: If it is not.
-    """
+    """Check that a mask is a file, and not larger than any mask; raises LeanKError."""
     if not path.is_file():
         if path.exists():
             raise LeanKError(f"mask `{path}` is a {'folder' if path.is_dir() else 'device or a pipe'}")
@@ -41,11 +38,7 @@ def check_file(path: Path) -> None:
 
 
 def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
-    """Load a tensor of a safetensors file, whatever its shape and dtype.
-
-    Raises:
-        LeanKError: If it cannot be read.
-    """
+    """Load a tensor of a safetensors file, whatever its shape and dtype; LeanKError if it cannot be read."""
     try:
         with safe_open(header.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
@@ -71,11 +64,7 @@ def load_pickle(path: Path) -> Tensor:
 
 
 def load_array(path: Path) -> Tensor:
-    """Load an array [L, H_kv, D] that `numpy.save` wrote.
-
-    Raises:
-        LeanKError: If the file holds anything else.
-    """
+    """Load an array [L, H_kv, D] that `numpy.save` wrote; LeanKError if the file holds anything else."""
     try:
         # Mapped: by itself numpy makes room for whatever shape a header claims.
         values = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -88,11 +77,7 @@ def load_array(path: Path) -> Tensor:
 
 
 def to_bool(values: Tensor, path: Path) -> Tensor:
-    """Turn zeros and ones [L, H_kv, D] of any dtype of numbers into bool.
-
-    Raises:
-        LeanKError: If the shape is another, or a value is neither 0 nor 1.
-    """
+    """Turn zeros and ones [L, H_kv, D] of any dtype into bool; LeanKError if they are none."""
     _check_shape(values.shape, path)
     if values.dtype not in _NUMBER_DTYPES:
         raise LeanKError(
@@ -116,13 +101,8 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
     sizes = list(shape)
     if len(sizes) != 3 or 0 in sizes:
         raise LeanKError(f"mask `{path}` is a tensor of shape {cut(sizes)}, not [layers, KV heads, head_dim]")
-    layers, heads, head_dim = sizes
-    if (
-        layers > MAX_LAYERS
-        or heads > MAX_HEADS
-        or head_dim > MAX_HEAD_DIM
-        or layers * heads * head_dim > MAX_CHANNELS
-    ):
+    largest = (MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM)
+    if math.prod(sizes) > MAX_CHANNELS or any(size > most for size, most in zip(sizes, largest, strict=True)):
         raise LeanKError(
             f"mask `{path}` is a tensor of shape {cut(sizes)}, which exceeds any model's: at most "
             f"{MAX_LAYERS} layers, {MAX_HEADS} KV heads, a head_dim of {MAX_HEAD_DIM} and {MAX_CHANNELS} "
@@ -131,10 +111,5 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
 
 
 def in_checkpoint_order(values: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:
-    """Bring what every channel has from the original head order into a checkpoint's.
-
-    Args:
-        values: A mask, a mean of keys or widths [L, H_kv, …].
-        head_permutation: Of each layer, which original head stands at each place.
-    """
+    """Bring a mask, a mean of keys or widths [L, H_kv, …] into a checkpoint's order `[layer][new] = old`."""
     return torch.stack([heads[list(order)] for heads, order in zip(values, head_permutation, strict=True)])

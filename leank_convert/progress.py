@@ -93,16 +93,11 @@ def progress_bar(
     stays: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Show progress on stderr; yields what moves it on.
+    """Show progress on stderr, of a `total` of whatever is counted; yields what moves it on.
 
-    Args:
-        shown: Whether to show it at all.
-        what: Stands before the bar, or begins the line.
-        total: Of whatever is counted.
-        done: Of these before it begins.
-        stays: Whether its last state is left behind; otherwise a terminal's bar goes when it is done, and
-            elsewhere what took no longer than the first line waits leaves nothing.
-        clock: Of the plain lines, in seconds.
+    If it `stays`, its last state is left behind; otherwise a terminal's bar goes when it is done, and
+    elsewhere what took no longer than the first line waits leaves nothing. The clock is of the plain lines,
+    in seconds.
     """
     console = Console(stderr=True)
     if shown and not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):

@@ -65,15 +65,7 @@ def prune_model(
 def apply_mask(
     model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
 ) -> Callable[[], None]:
-    """Let a loaded model decode from a pruned cache.
-
-    Args:
-        model: As for `prune_model`.
-        mask: As for `prune_model`.
-        **sizes: Of the windows, by their names.
-
-    Returns:
-        What makes the model as it was.
+    """Let a loaded model decode from a pruned cache, as `prune_model`; return what makes it as it was.
 
     Raises:
         LeanKError: As `prune_model`; the model is then as it was.
@@ -108,11 +100,7 @@ def apply_mask(
 
 
 def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
-    """Return a model's class and facts.
-
-    Raises:
-        LeanKError: If it cannot be pruned as it stands in memory.
-    """
+    """Return a model's class and facts; LeanKError if it cannot be pruned as it stands in memory."""
     stock, name = type(model), type(model).__name__
     if getattr(getattr(model, "config", None), "leank", None) is not None:
         raise LeanKError(f"`{name}` is pruned already", hint="load the original, or leave the other block")

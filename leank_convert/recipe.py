@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -19,10 +19,8 @@ from pydantic import (
     Field,
     PrivateAttr,
     Tag,
-    ValidationInfo,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from leank_convert.errors import cut, first_line
 from leank_convert.methods import METHODS, Budget, Method, Part
@@ -31,7 +29,6 @@ Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
 Tracker = Literal["tensorboard", "wandb"]
 _RUNNING_TEXT_TASKS = ("multi_value", "passkey")  # whose facts are hidden in it
 HAYSTACK_SUFFIXES = (".txt", ".json", ".jsonl")
-UNCHECKED = {"check": False}  # as pydantic's context: keys may contradict one another
 _LARGEST_COUNT = 2**24  # of tokens, steps and all else that is counted
 _LARGEST_SEED = 2**63 - 1
 
@@ -205,8 +202,7 @@ class Recipe(_Section):
         + " average over; others ignore it",
     )
     pruning_ratio: _Fractions = Field(
-        0.7,
-        description="fraction of the whole model's K channels that is removed; a list: a mask for each",
+        0.7, description="fraction of the whole model's K channels that is removed; a list: a mask for each"
     )
     width_multiple: _PositiveInt = Field(
         32,
@@ -237,8 +233,7 @@ class Recipe(_Section):
         1, description="contexts of one optimizer step, run one after another and shared by all ranks"
     )
     held_out_samples: _NonNegativeInt = Field(
-        16,
-        description="held-out contexts that are answered dense and pruned when a mask is made; 0: none",
+        16, description="held-out contexts that are answered dense and pruned when a mask is made; 0: none"
     )
     offload_context: bool = Field(
         False, description="keep the context's keys and values in host memory, for contexts a GPU cannot hold"
@@ -263,9 +258,8 @@ class Recipe(_Section):
         return document
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Recipe:
-        problems = () if info.context == UNCHECKED else find_contradictions(self)
-        if found := "; ".join(problem.text for problem in problems):
+    def _check(self) -> Recipe:
+        if found := "\n".join(_find_contradictions(self)):
             raise ValueError(found)
         return self
 
@@ -299,11 +293,6 @@ class Recipe(_Section):
         return self.to_yaml() if self._text is None else self._text
 
     @property
-    def paths(self) -> tuple[str | None, ...]:
-        """The values that may name a local file or folder."""
-        return self.model.id, self.mask, self.data.haystack.source, self.heads.pattern
-
-    @property
     def derivation(self) -> str:
         """The opening comment of a recipe that was derived, and so not written for its model; else empty."""
         return self._derivation
@@ -318,30 +307,16 @@ class Recipe(_Section):
         return f"{self._derivation}\n{keys}" if self._derivation else keys
 
 
-def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Find the section that a key holds; None where it holds a value."""
-    made = field.default_factory
-    return made if isinstance(made, type) and issubclass(made, BaseModel) else None
-
-
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a section, dotted, those of its own sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if (section := find_section(field)) is not None:
+        section = field.default_factory
+        if isinstance(section, type) and issubclass(section, BaseModel):
             yield from known_keys(section, f"{prefix}{name}.")
 
 
-class Problem(NamedTuple):
-    """What is wrong with a recipe, in a sentence; the keys that it is about, and what to do about it."""
-
-    text: str
-    keys: tuple[str, ...]
-    hint: str | None = None
-
-
-def find_contradictions(recipe: Recipe) -> Iterator[Problem]:
-    """Find keys whose values are each in order, and do not go together."""
+def _find_contradictions(recipe: Recipe) -> Iterator[str]:
     yield from _find_in_data(recipe.data, measures_values=recipe.value_pruning_ratio > 0)
     yield from _find_in_method(recipe)
     for key, values, what in (
@@ -349,67 +324,53 @@ def find_contradictions(recipe: Recipe) -> Iterator[Problem]:
         ("trackers", recipe.trackers, "tracker"),
     ):
         if len(set(values)) < len(values):
-            yield Problem(f"`{key}` {cut(list(values))} names a {what} twice", (key,))
+            yield f"`{key}` {cut(list(values))} names a {what} twice"
     windows, longest = recipe.windows, recipe.data.max_length
     if longest <= windows.sink_size + windows.recent_size:
-        yield Problem(
+        yield (
             f"`data.max_length` {longest} leaves nothing to prune between `windows.sink_size` "
-            f"{windows.sink_size} and `windows.recent_size` {windows.recent_size}",
-            ("data.max_length", "windows.sink_size", "windows.recent_size"),
+            f"{windows.sink_size} and `windows.recent_size` {windows.recent_size}"
         )
 
 
-def _find_in_data(data: DataSection, *, measures_values: bool) -> Iterator[Problem]:
+def _find_in_data(data: DataSection, *, measures_values: bool) -> Iterator[str]:
     haystack = data.haystack
     # Compared with the defaults: a resolved recipe spells out every key.
     unread = haystack.model_dump(exclude_defaults=True) if haystack.source is None else {}
     if unread:
         keys = ", ".join(f"`{key}`" for key in unread)
-        yield Problem(f"`data.haystack`: {keys} without a `source`: nothing is read", ("data.haystack",))
+        yield f"`data.haystack`: {keys} without a `source`: nothing is read"
     reads_text = data.wording == "general" and any(task in _RUNNING_TEXT_TASKS for task in data.tasks)
     if haystack.source is not None and not reads_text and not measures_values:
         tasks = ", ".join(f"`{task}`" for task in dict.fromkeys(data.tasks))
-        yield Problem(
+        yield (
             f"`data.haystack.source` is {cut(haystack.source)}, and none of the tasks {tasks} in `wording: "
             f"{data.wording}` has running text; remove it, or add `multi_value` or `passkey` of `wording: "
-            "general`",
-            ("data.haystack", "data.tasks", "data.wording"),
+            "general`"
         )
     if data.min_length > data.max_length:
-        yield Problem(
-            f"`data`: `min_length` {data.min_length} is above `max_length` {data.max_length}",
-            ("data.min_length", "data.max_length"),
-        )
-    wording = ("data.tasks", "data.wording")
+        yield f"`data`: `min_length` {data.min_length} is above `max_length` {data.max_length}"
     if data.wording == "general" and "variable_tracking" in data.tasks:
-        yield Problem("`data`: task `variable_tracking` exists only in `wording: testbed`", wording)
+        yield "`data`: task `variable_tracking` exists only in `wording: testbed`"
     if data.wording == "testbed" and "passkey" in data.tasks:
-        yield Problem("`data`: task `passkey` does not exist in `wording: testbed`", wording)
+        yield "`data`: task `passkey` does not exist in `wording: testbed`"
 
 
-def _find_in_method(recipe: Recipe) -> Iterator[Problem]:
+def _find_in_method(recipe: Recipe) -> Iterator[str]:
     method, ratio = recipe.method_row, min(recipe.pruning_ratios)
     whose = "whose heads keep all channels or none"
     if "stage1" in recipe.trains and not recipe.stage1.steps and not recipe.stage2.steps:
-        yield Problem(
-            "`stage1.steps` and `stage2.steps` are 0: nothing would tell channels apart; give stage 1 steps",
-            ("stage1.steps", "stage2.steps", "method"),
-        )
+        yield "`stage1.steps` and `stage2.steps` are 0: nothing would tell channels apart; give stage 1 steps"
     if recipe.budget == "uniform" and (method.whole_heads or method.has_gates):
         whose_budget = whose if method.whole_heads else "some of whose heads keep no channel"
-        yield Problem(
-            f"`budget: uniform` does not go with `method: {method.name}`, {whose_budget}; leave it out",
-            ("budget", "method"),
-        )
+        yield f"`budget: uniform` does not go with `method: {method.name}`, {whose_budget}; leave it out"
     if method.whole_heads and recipe.max_width is not None:
-        yield Problem(
+        yield (
             f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, {whose}; set it to "
-            "null",
-            ("max_width", "method"),
+            "null"
         )
     if method.has_gates and not method.whole_heads and ratio < recipe.heads.pruning_ratio:
-        yield Problem(
+        yield (
             f"`pruning_ratio` {ratio} is below `heads.pruning_ratio` {recipe.heads.pruning_ratio}, which "
-            "heads without channels remove already; lower that one",
-            ("pruning_ratio", "heads.pruning_ratio", "method"),
+            "heads without channels remove already; lower that one"
         )

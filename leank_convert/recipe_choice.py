@@ -25,20 +25,11 @@ def find_recipe(
     flags: Mapping[str, object] = MappingProxyType({}),
     training: bool = False,
 ) -> Recipe | None:
-    """Find a recipe.
+    """Find a recipe: the one named, else that of a run in a folder, else the model's packaged one, else None.
 
-    A packaged recipe is found by a model's hub id, which a local folder's config.json may name.
-
-    Args:
-        recipe: A recipe, the name of a packaged one or a YAML file; None to look further.
-        model: A local folder, a hub id, or `testbed`; None if it is not known.
-        run: A folder that may hold a training run, such as a checkpoint that `train` left.
-        overrides: As `load_recipe` takes them; a recipe that has been read stays as it is.
-        flags: As `load_recipe` takes them.
-        training: As `load_recipe` takes it.
-
-    Returns:
-        The recipe, None where there is none.
+    A packaged recipe is found by a model's hub id, which a local folder's config.json may name. A recipe that
+    has been read stays as it is; others are read with `overrides`, `flags` and `training` as by
+    `load_recipe`.
 
     Raises:
         LeanKError: As `load_recipe`.
@@ -55,17 +46,9 @@ def find_recipe(
 
 
 def require_recipe(
-    recipe: Recipe | str | Path | None,
-    model: str | Path | None,
-    *,
-    run: Path,
-    overrides: Sequence[str] = (),
+    recipe: Recipe | str | Path | None, model: str | Path | None, *, run: Path, overrides: Sequence[str] = ()
 ) -> Recipe:
-    """Find a recipe, as `find_recipe` does.
-
-    Raises:
-        LeanKError: As `load_recipe`; also if there is none.
-    """
+    """Find a recipe, as `find_recipe` does; raises as `load_recipe`; also if there is none."""
     found = find_recipe(recipe, model, run=run, overrides=overrides)
     if found is None:
         raise LeanKError(

@@ -1,7 +1,7 @@
 """Recipe files: YAML, overrides and flags, read and checked whole before anything runs.
 
 Precedence: defaults < the recipe's file < `--set key=value` < flags. An unknown key is an error with a
-suggestion, and all problems come in one message.
+suggestion, and all problems of a kind come in one message.
 Importing this module does not import torch.
 """
 
@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
+from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError, cut, first_line, shorten
 from leank_convert.files import open_file
-from leank_convert.recipe import Problem, Recipe
-from leank_convert.recipe_problems import judge, refuse
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_problems import MOST, Problem, describe, find_obstacles, refuse
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -84,7 +85,8 @@ def load_recipe(
         training: Whether to look for the files and packages that only training needs, too.
 
     Raises:
-        RecipeError: Everything that is wrong with the recipe, the overrides and the flags, at once.
+        RecipeError: All keys and values of the recipe, the overrides and the flags that are wrong; if there
+            are none, all that do not go together; else all files and packages that are missing.
         LeanKError: There is no such recipe.
     """
     text = _read_text(path_or_name)
@@ -99,18 +101,7 @@ def parse_recipe(
     flags: Mapping[str, object] = MappingProxyType({}),
     training: bool = False,
 ) -> Recipe:
-    """Check a recipe whose text is at hand.
-
-    Args:
-        name: What messages call it.
-        text: YAML.
-        overrides: As `load_recipe` takes them.
-        flags: As `load_recipe` takes them.
-        training: As `load_recipe` takes it.
-
-    Raises:
-        RecipeError: As `load_recipe`.
-    """
+    """Check a recipe's text, which messages call `name`; arguments and errors as of `load_recipe`."""
     texts = isinstance(overrides, Sequence) and all(isinstance(each, str) for each in overrides)
     if isinstance(overrides, str) or not texts:
         raise RecipeError(name, [f"`overrides` is {cut(overrides)}, not a list of `key=value` texts"])
@@ -130,20 +121,23 @@ def parse_recipe(
         key, equals, value = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
-            problems.append(Problem(f"`{shorten(change)}` is not of the form `key=value`", (key,)))
+            problems.append((f"`{shorten(change)}` is not of the form `key=value`", None))
             continue
         try:
             _write_key(document, key, parse_yaml(value))
             origins[key] = change
         except ValueError as error:
-            problems.append(Problem(f"`{shorten(change)}`: the value is not YAML: {error}", (key,)))
+            problems.append((f"`{shorten(change)}`: the value is not YAML: {error}", None))
     for key, flag in flags.items():
         option = f"--{key.rpartition('.')[2].replace('_', '-')}"
         _write_key(document, key, flag)
         origins[key] = option
         changes.append(f"--set {key}={json.dumps(flag)}")  # which is YAML, too, and can be read again
-    recipe, found = judge(document, origins, training=training)
-    problems += found
+    try:
+        recipe = Recipe.model_validate(document)
+        problems += find_obstacles(recipe) if training else ()
+    except ValidationError as error:
+        problems += itertools.islice(describe(error, origins), MOST + 1)
     if problems:
         raise refuse(name, problems)
     if changes and not text.endswith("\n"):
@@ -164,24 +158,13 @@ def list_recipes() -> list[PackagedRecipe]:
 
 
 def packaged_recipe(model: str) -> str | None:
-    """Find the name of a model's packaged recipe; of several, the plainest one.
-
-    Args:
-        model: Hub id, or `testbed`.
-
-    Returns:
-        None where no packaged recipe is for `model`.
-    """
+    """Find the name of a hub id's or `testbed`'s packaged recipe, of several the plainest; None without."""
     names = [packaged.name for packaged in list_recipes() if packaged.recipe.model.id == model]
     return min(names, key=len, default=None)
 
 
 def parse_yaml(text: str) -> object:
-    """Read YAML of one document.
-
-    Raises:
-        ValueError: If it is something else; in one sentence, with the line where that is known.
-    """
+    """Read YAML of one document; else ValueError, in one sentence, with the line where it is known."""
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 10} KB, which no recipe is")
     try:

@@ -93,7 +93,6 @@ def _render_section(schema: Mapping[str, Any], sections: Mapping[str, Any], inde
 
 
 def _find_choices(schema: Mapping[str, Any]) -> list[str]:
-    """The words that a key takes, alone or in a list."""
     parts = [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]
     return [*schema.get("enum", ()), *(choice for part in parts for choice in _find_choices(part))]
 

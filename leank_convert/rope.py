@@ -27,14 +27,9 @@ _ROPE_TYPES_WITH_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
 # Bounds of a number; transformers divides by some of them, and by the logarithm of others.
 _BOUNDS = {
     "rope_theta": (1.001, 1e18),
-    "factor": (1e-3, 1e9),
-    "low_freq_factor": (1e-3, 1e9),
-    "high_freq_factor": (1e-3, 1e9),
-    "beta_fast": (1e-3, 1e9),
-    "beta_slow": (1e-3, 1e9),
-    "attention_factor": (1e-3, 1e9),
-    "mscale": (0, 1e9),
-    "mscale_all_dim": (0, 1e9),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), (1e-3, 1e9)),
+    **dict.fromkeys(("beta_fast", "beta_slow"), (1e-3, 1e9)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 1e9)),
     "partial_rotary_factor": (0, 1),
 }
 # Every parameter of a rope that a recipe may give; `mrope_*` are those of models that also see images.
@@ -83,11 +78,6 @@ def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[s
 
 def check_rope_parameters(rope: Mapping[str, object], *, head_dim: int | None, origin: str) -> None:
     """Check rope parameters, as `read_rope_parameters` gives them, for what transformers would stumble over.
-
-    Args:
-        rope: The parameters.
-        head_dim: D, None where it is not known.
-        origin: Where they stand, for messages.
 
     Raises:
         LeanKError: If the kind of rope is unknown, or a parameter is missing or makes no sense.

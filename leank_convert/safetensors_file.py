@@ -43,19 +43,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file holds, without its data.
-
-    Attributes:
-        path: The file.
-        tensors: By name, in the order of their bytes.
-        metadata: The file's `__metadata__`.
-        data_start: Where the tensors' bytes begin in the file.
-    """
+    """What a file holds, without its data."""
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
-    data_start: int
+    tensors: Mapping[str, TensorInfo]  # by name, in the order of their bytes
+    metadata: Mapping[str, str]  # the file's `__metadata__`
+    data_start: int  # where the tensors' bytes begin in the file
 
     @property
     def num_data_bytes(self) -> int:
@@ -105,20 +98,11 @@ def read_header(path: Path) -> SafetensorsHeader:
 def encode_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Encode the part of a file that comes before its data.
-
-    Args:
-        tensors: Name, dtype, shape and bytes of each tensor, in the order of their bytes.
-        metadata: The file's `__metadata__`.
-    """
+    """Encode what precedes a file's data, by tensors' name, dtype, shape and bytes in order, and metadata."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape, num_bytes in tensors:
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + num_bytes],
-        }
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
         offset += num_bytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begins aligned

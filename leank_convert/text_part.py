@@ -67,13 +67,7 @@ def find_whole(folder: Path) -> str | None:
 
 
 def load_from(loader: Any, folder: Path, **options: Any) -> Any:
-    """Call `from_pretrained` of a class on a folder; of a larger model the text model is loaded.
-
-    Args:
-        loader: A class of transformers.
-        folder: Where the weights lie.
-        options: Keywords of `from_pretrained`; with a `config` of the text model.
-    """
+    """Call `from_pretrained` of a class on a folder; of a larger model the text model, by its `config`."""
     from transformers.utils import logging as transformers_logging
 
     if find_whole(folder) is None:
@@ -87,11 +81,7 @@ def load_from(loader: Any, folder: Path, **options: Any) -> Any:
 
 
 def refuse_whole(folder: Path) -> None:
-    """Refuse a model that also reads images.
-
-    Raises:
-        LeanKError: If it is one.
-    """
+    """Refuse a model that also reads images; raises LeanKError."""
     whole = find_whole(folder)
     if whole is not None:
         raise LeanKError(

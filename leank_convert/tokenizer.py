@@ -12,12 +12,10 @@ from leank_convert.errors import LeanKError, first_line
 
 
 def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool = False) -> Any:
-    """Load the tokenizer of a model, of a checkpoint or of an ONNX folder.
+    """Load the tokenizer of the folder of a model, of a checkpoint or of ONNX graphs.
 
-    Args:
-        folder: Where it lies.
-        name: What the user called it.
-        trust: Whether a tokenizer that is code of the folder's own may run.
+    Messages call the folder by `name`, as the user does. A tokenizer that is code of the folder's own runs
+    only with `trust`.
 
     Raises:
         LeanKError: If there is none, it cannot be loaded, or it is code that may not run.

@@ -31,10 +31,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
 
     Every Python file in the folder and below has to be one of the runtime files that this release writes for
     such a config, by name and SHA-256; none of them may be missing; config.json has to refer to those alone.
-
-    Args:
-        folder: A converted checkpoint.
-        trust: Whether its owner vouches for it; nothing is checked then.
+    Where the owner vouches for it, by `trust`, nothing is checked.
 
     Raises:
         LeanKError: If anything else could run; names the file.
@@ -74,11 +71,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Check that transformers reads the config and weights that are checked, and takes no kernels from a hub.
-
-    Raises:
-        LeanKError: If it would.
-    """
+    """Check that transformers would read these files, and no kernels of a hub; raises LeanKError."""
     refuse_adapter(folder)
     path = folder / CONFIG_NAME
     config = _read(path)

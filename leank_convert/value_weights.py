@@ -52,11 +52,7 @@ def check_foldable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 def check_values_belong(
     known: MaskProvenance, checkpoint: Checkpoint, facts: ModelFacts, *, mask_origin: str, model_origin: str
 ) -> None:
-    """Check that a mask's basis of V is of a model's weights.
-
-    Raises:
-        LeanKError: If it is of others, or V cannot be pruned.
-    """
+    """Check that a mask's basis of V is of a model's weights; LeanKError if not, or if none can be."""
     if known.value_weights != digest_values(checkpoint, facts):
         raise LeanKError(
             f"mask `{mask_origin}` has a basis of V for other weights of `v_proj` and `o_proj` than those of "

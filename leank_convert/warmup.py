@@ -20,15 +20,10 @@ _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dict[str, Any]:
-    """Compile what decoding from a checkpoint needs, into tilelang's cache on disk. Reads no weights.
+    """Compile what decoding from a checkpoint needs into tilelang's cache, and tell what; reads no weights.
 
-    Args:
-        checkpoint: A converted checkpoint's folder.
-        device: A CUDA device; None for the current one.
-        trust: Whether its Python files may run even where they are no release's.
-
-    Returns:
-        JSON-ready facts of what was compiled.
+    The device is a CUDA one, by default the current one. With `trust` its Python files may run even where
+    they are no release's.
 
     Raises:
         LeanKError: If there is no GPU, the kernels cannot be used on it, or the checkpoint holds other code
@@ -118,16 +113,9 @@ def find_kernels(
 ) -> list[Any] | None:
     """Compile the decode kernels that serve all layers of a LeanK model, one for each shape of a layer.
 
-    Layers differ in nothing that is compiled in but the most chunks that one of their heads has.
-
-    Args:
-        model: A LeanK model.
-        device: Where it is to decode.
-        dtype: What it is to compute in.
-        drafts: Whether to compile those for several new tokens of a row too.
-
-    Returns:
-        The kernels; None where plain torch decodes, be it in one layer.
+    Layers differ in nothing that is compiled in but the most chunks that one of their heads has. With
+    `drafts`, those for several new tokens of a row are compiled, too. None where plain torch decodes, be it
+    in one layer.
     """
     if device.type != "cuda":
         return None
@@ -135,9 +123,6 @@ def find_kernels(
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
     runtime: Any = sys.modules[type(layers[0]).__module__]
     most_columns = runtime.MAX_DRAFT if drafts else 1
-    more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
-    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype)
-    stored = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
     found = [
         runtime.find_kernels(
             device,
@@ -147,9 +132,9 @@ def find_kernels(
             chunk_size=layers[0].layout.chunk_size,
             max_chunks=max_chunks,
             value_chunk=layers[0].layout.value_chunk,
-            **({} if num_columns == 1 else {"num_columns": num_columns}),
-            **stored,
-            **more,
+            num_columns=num_columns,
+            cache_dtype={"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype),
+            has_sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
         )
         for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
         for num_columns in range(1, most_columns + 1)

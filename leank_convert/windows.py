@@ -28,7 +28,6 @@ class Windows(RuntimeWindows):  # type: ignore[misc]
     prune: str
 
     def __post_init__(self) -> None:
-        """Check all four."""
         try:
             super().__post_init__()
         except ValueError as error:

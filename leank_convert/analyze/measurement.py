@@ -74,17 +74,10 @@ def measure(
     device: str | torch.device | None = None,
     progress: bool = False,
 ) -> Measurement:
-    """Load a mask's model and measure it.
+    """Load a mask's model, a hub id or folder, and measure it on a recipe's data; `artifact` names the mask.
 
-    Args:
-        mask: The mask.
-        artifact: What the user called it.
-        model: Hub id or folder.
-        recipe: Tasks, lengths, dtype and overrides of the model's config.
-        num_samples: Prompts of each task at each length.
-        seed: Of the prompts.
-        device: Default: CUDA if there is any, else the CPU.
-        progress: Whether to draw a progress bar to stderr.
+    On each task at each length, `num_samples` prompts are drawn by `seed`. The device is CUDA by default, if
+    there is any.
 
     Raises:
         LeanKError: If the mask is not the model's, or anything cannot be loaded, drawn or measured.
@@ -108,11 +101,8 @@ def measure_model(
 ) -> Measurement:
     """Measure a model on prompts, one dense pass each; its keys less the mask's mean, if that has one.
 
-    Args:
-        model: As `train.model.load_model` loads it.
-        mask: A mask of it.
-        prompts: As `draw_prompts` gives them: equally many of every task at every length.
-        advance: Called after each.
+    The model is as `load_model` loads it; of every task there are as many prompts at every length, as
+    `draw_prompts` gives them. `advance` is called after each.
 
     Raises:
         LeanKError: If a statistic is not finite.
@@ -154,17 +144,7 @@ def choose_lengths(data: DataSection) -> tuple[int, ...]:
 def draw_prompts(
     tokenizer: PreTrainedTokenizerBase, data: DataSection, *, num_samples: int, seed: int
 ) -> list[MeasuredPrompt]:
-    """Draw as many prompts of every task at every length, no two of them from one sample.
-
-    Args:
-        tokenizer: The model's own.
-        data: Tasks and range of lengths.
-        num_samples: Prompts of each task at each length.
-        seed: Of the samples.
-
-    Raises:
-        LeanKError: As `SampleSource.draw`.
-    """
+    """Draw `num_samples` prompts of every task and length, each a sample's own; raises as `draw`."""
     prompts: list[MeasuredPrompt] = []
     for length in choose_lengths(data):
         for task in dict.fromkeys(data.tasks):

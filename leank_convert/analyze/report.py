@@ -1,8 +1,9 @@
-"""Report of a mask's analysis: text, and a folder of a page that opens offline, figures, numbers as JSON."""
+"""Report of a mask's analysis: text, numbers, and a page that opens offline."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,29 +14,25 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
-from leank_convert.head_layout import BYTES_PER_ELEMENT
+from leank_convert.head_layout import bytes_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
 from leank_convert.report.mask_sections import describe_mask, list_mask_sections
-from leank_convert.report.page import Section, figure_png, panels, render_page, rows_height
+from leank_convert.report.page import Section, panels, render_page, rows_height
 from leank_convert.tables import listing
 
 if TYPE_CHECKING:
     from leank_convert.analyze.measurement import Measurement
 
-_ASSUMED_ELEMENT_BYTES = 2
+_PAGE_NAME = "analysis.html"
 _PAIRS_PER_LINE = 8
 
 
 def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
-    """Load a mask by what a user calls it.
+    """Load a mask by its file, hub id or folder, and tell the bytes of one number in the cache.
 
-    Args:
-        artifact: A mask file, the folder of a training run or of a converted checkpoint, or a hub id.
-
-    Returns:
-        The mask, and the bytes of one number in the cache: by a checkpoint's dtype, otherwise 2.
+    They are those of a checkpoint's dtype, 2 of a mask alone.
 
     Raises:
         LeanKError: If there is no mask, or it cannot be read.
@@ -54,24 +51,17 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
     if folder.is_dir() and (folder / CONFIG_NAME).exists():
         config = read_config(folder)
         dtype = config.get("dtype") or config.get("torch_dtype")
-    return mask, BYTES_PER_ELEMENT.get(str(dtype), _ASSUMED_ELEMENT_BYTES)
+    return mask, bytes_of(str(dtype))
 
 
 @dataclass(frozen=True)
 class AnalysisReport:
-    """The analysis of a mask, as a person or a program reads it.
-
-    Attributes:
-        mask: The mask.
-        analysis: The distribution of its channels.
-        measured: Statistics of its model, None if nothing was measured.
-        origin: What the user called the mask.
-    """
+    """The analysis of a mask, as a person or a program reads it."""
 
     mask: ChannelMask
-    analysis: MaskAnalysis
-    measured: Measurement | None
-    origin: str
+    analysis: MaskAnalysis  # the distribution of its channels
+    measured: Measurement | None  # statistics of its model, None if nothing was measured
+    origin: str  # what the user called the mask
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
@@ -80,22 +70,16 @@ class AnalysisReport:
         measured = [] if self.measured is None else _describe_measured(self.measured)
         return [*model, ("mask", self.origin), *describe_mask(self.analysis), *measured]
 
-    @cached_property
-    def sections(self) -> list[Section]:
-        """The figures, each with heading and caption."""
-        measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
-        return [*list_mask_sections(self.mask, self.analysis), *measured]
-
     def to_dict(self) -> dict[str, Any]:
         """The numbers as JSON-ready data."""
         measured = None if self.measured is None else self.measured.to_dict()
         return {**self.analysis.to_dict(), "measured": measured}
 
-    def write(self, out: Path) -> list[Path]:
-        """Write page, figures and numbers into a folder that appears whole or not at all.
+    def write(self, out: Path) -> Path:
+        """Write a page that opens offline, and the numbers, into a folder that appears whole or not at all.
 
         Returns:
-            The files, the page first.
+            The page.
 
         Raises:
             LeanKError: If the folder already holds something.
@@ -103,14 +87,14 @@ class AnalysisReport:
         """
         check_writable(out)
         title = f"Analysis of {self.analysis.model or Path(self.origin).name}"
-        page = render_page(title, self.facts, [section.to_html() for section in self.sections])
-        contents = {"analysis.html": page.encode()}
-        contents |= {f"{section.name}.png": figure_png(section.draw) for section in self.sections}
-        contents["analysis.json"] = (json.dumps(self.to_dict(), indent=1) + "\n").encode()
+        measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
+        sections = [*list_mask_sections(self.mask, self.analysis), *measured]
+        page = render_page(title, self.facts, [section.to_html() for section in sections])
         with staged_folder(out, overwrite=False) as partial:
-            for name, content in contents.items():
-                write_atomically(partial / name, content)
-        return [out / name for name in contents]
+            write_atomically(partial / _PAGE_NAME, page.encode())
+            numbers = json.dumps(self.to_dict(), indent=1)
+            write_atomically(partial / "analysis.json", f"{numbers}\n".encode())
+        return out / _PAGE_NAME
 
     def to_text(self) -> str:
         """The facts, then tables by RoPE pair and by layer."""
@@ -135,40 +119,26 @@ class AnalysisReport:
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a folder that already holds something, or cannot be one.
-
-    Raises:
-        LeanKError: If it does, or is a file.
-    """
+    """Refuse a folder that already holds something, or cannot be one; raises LeanKError."""
     if check_folder(out).exists() and any(out.iterdir()):
         raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
     check_replaceable(out, overwrite=False)
 
 
-def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
-    lengths = ", ".join(f"{length:,}" for length in measured.lengths)
-    facts = [
-        (
-            "measured on",
-            f"{', '.join(measured.tasks)} at {lengths} tokens, "
-            f"{measured.num_samples} of each" + ("; keys less their mean" if measured.centred else ""),
-        )
-    ]
+def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
+    prompts = (
+        f"{', '.join(measured.tasks)} at {', '.join(f'{length:,}' for length in measured.lengths)} tokens"
+    )
+    centred = "; keys less their mean" if measured.centred else ""
+    yield "measured on", f"{prompts}, {measured.num_samples} of each{centred}"
     for name, table in (("tasks", measured.between_tasks), ("lengths", measured.between_lengths)):
         others = [value for row, values in enumerate(table) for value in values[:row]]
         if others:
             text = f"Pearson correlation of channel norms {min(others):.3f} to {max(others):.3f}"
-            facts.append((f"between {name}", text))
-    means = [
-        f"{value:.3f} of heads {name}"
-        for name, value in (
-            ("of width 0", measured.ratio_of_empty),
-            ("with channels", measured.ratio_of_others),
-        )
-        if value is not None
-    ]
-    facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
-    return facts
+            yield f"between {name}", text
+    means = {"of width 0": measured.ratio_of_empty, "with channels": measured.ratio_of_others}
+    told = [f"{mean:.3f} of heads {name}" for name, mean in means.items() if mean is not None]
+    yield "high frequencies", f"mean ratio {', '.join(told)}"
 
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:

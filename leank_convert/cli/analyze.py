@@ -33,7 +33,7 @@ from leank_convert.cli.options import (
 @recipe_option
 @set_option
 @device_option
-@results_option("Folder to write: a page that opens offline, its figures as PNG, the numbers as JSON.")
+@results_option("Folder to write: a page that opens offline, and the numbers as JSON.")
 @json_option
 def analyze(
     artifact: str,
@@ -75,6 +75,5 @@ def analyze(
         )
     report = AnalysisReport(mask, analyze_mask(mask, element_bytes), measured, artifact)
     if out is not None:
-        for path in report.write(out):
-            click.echo(path, err=True)
+        click.echo(report.write(out), err=True)
     print_result(report, AnalysisReport.to_text, None, as_json=as_json)

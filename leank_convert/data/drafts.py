@@ -19,23 +19,14 @@ _WORDS_PER_TELEGRAM = (16, 32)
 
 @dataclass
 class Draft:
-    """Facts, independent questions on them, and answers; how much stands between the facts is open.
+    """Facts, independent questions on them, and answers; how much stands between the facts is open."""
 
-    Attributes:
-        opening: What the document begins with.
-        facts: Each with its place, as a fraction of the way through the filler.
-        questions: What follows the document, each in a prompt of its own.
-        answers: One a question.
-        filler: Lines or sentences to strew the facts over, without end.
-        separator: What stands between these.
-    """
-
-    opening: str
-    facts: Sequence[tuple[float, str]]
-    questions: Sequence[str]
-    answers: Sequence[str]
-    filler: Iterator[str]
-    separator: str = " "
+    opening: str  # what the document begins with
+    facts: Sequence[tuple[float, str]]  # each with its place, as a fraction of the way through the filler
+    questions: Sequence[str]  # what follows the document, each in a prompt of its own
+    answers: Sequence[str]  # one a question
+    filler: Iterator[str]  # lines or sentences to strew the facts over, without end
+    separator: str = " "  # what stands between these
     _taken: list[str] = field(default_factory=list)
 
     def prompts(self, num_lines: int) -> list[str]:
@@ -46,8 +37,6 @@ class Draft:
 
 
 def _draw_retrieval(rng: random.Random, num_questions: int) -> Draft:
-    """Lines of lockers and codes; some lockers are asked for."""
-
     def draw_pair() -> tuple[str, str]:
         digits = f"{rng.getrandbits(144):036x}"
         key = "-".join(digits[i : i + 4] for i in (0, 4, 8))
@@ -117,11 +106,7 @@ def _draw_passkey(rng: random.Random, num_questions: int, haystack: Haystack) ->
 
 
 def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Haystack) -> Draft:
-    """Draw the facts and questions of one sample.
-
-    Raises:
-        LeanKError: If the task has not as many questions.
-    """
+    """Draw the facts and questions of one sample; LeanKError if the task has not as many questions."""
     own = random.Random(rng.getrandbits(64))
     if task == "retrieval":
         return _draw_retrieval(own, num_questions)
@@ -138,15 +123,11 @@ def strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str
 
 
 def fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -> tuple[int, list[int]]:
-    """Find the number of context lines whose prompt fills the budget to within about one line.
+    """Find how many context lines' prompt fills the budget to within about one line, and that prompt.
 
     Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
-    need one per line.
-
-    `shortest` is the prompt without lines, no longer than `budget`, the tokens of the longest that fits.
-
-    Returns:
-        The number of lines and the prompt.
+    need one per line. `shortest` is the prompt without lines, no longer than `budget`, the tokens of the
+    longest that fits.
     """
     fits, best = 0, shortest
     exceeds, exceeding = None, shortest

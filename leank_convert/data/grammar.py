@@ -6,7 +6,6 @@ import random
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """What commas part, wherever lines end."""
     return tuple(" ".join(entry.split()) for entry in text.split(","))
 
 

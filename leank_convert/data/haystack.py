@@ -34,16 +34,12 @@ _SENTENCE_END = re.compile(
 
 
 class Haystack:
-    """Running text without end: the sentences of a text in their order, or those that a grammar draws.
-
-    Attributes:
-        text: The text as it is, line breaks and all; empty where there is none.
-        digest: Of all text that can come out of it.
-    """
+    """Running text without end: the sentences of a text in their order, or those that a grammar draws."""
 
     def __init__(self, sentences: Sequence[str] | None = None, text: str = "") -> None:
-        self._sentences, self.text = sentences, text
-        self.digest = "grammar"
+        self._sentences = sentences
+        self.text = text  # as it is, line breaks and all; empty where there is none
+        self.digest = "grammar"  # of all text that can come out of it
         if sentences is not None:
             self.digest = hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 
@@ -59,12 +55,7 @@ class Haystack:
 
 
 def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> Haystack:
-    """Read what the recipe names.
-
-    Args:
-        section: The recipe's section.
-        control_tokens: What a tokenizer takes for control tokens wherever it stands: no sentence with one
-            of them is used.
+    """Read what the recipe names; no sentence with one of the `control_tokens` is used.
 
     Raises:
         LeanKError: If the file or dataset is missing, cannot be read, or holds no text.
@@ -138,7 +129,6 @@ def _text_of(record: dict[str, Any], column: str, place: str) -> str:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Sentences of a text, without line breaks."""
     for paragraph in _PARAGRAPH_END.split(text):
         for sentence in _SENTENCE_END.split(" ".join(paragraph.split())):
             if len(sentence) > _MAX_SENTENCE:

@@ -26,17 +26,11 @@ _logger = logging.getLogger("leank_convert")
 def read_records(
     path: Path, what: str, field: str | None = None
 ) -> Generator[tuple[str, dict[str, Any]], None, None]:
-    """Read the records of a file: JSON lines, or a JSON list, or what one JSON object has under `field`.
+    """Read a .jsonl, .parquet or .json file, a list or what an object has under `field`: places and records.
 
-    Keys that are null are left out: `datasets` gives null for every key that another record has.
-
-    Args:
-        path: Ends in .jsonl, .json or .parquet.
-        what: What messages call the file, such as `haystack`.
-        field: Is looked up where a .json file begins with an object; None: that object is the record.
-
-    Yields:
-        A record's place, such as ``haystack `a.jsonl`: record 3``, and the record.
+    A place, such as ``haystack `a.jsonl`: record 3``, begins with `what`. A .json file of one object without
+    a `field` is that record. Keys that are null are left out: `datasets` gives null for every key that
+    another record has.
 
     Raises:
         LeanKError: If the package `datasets` is missing or cannot read the file.
@@ -59,14 +53,7 @@ def read_records(
 
 
 def read_field(record: Any, key: str, kind: type[_Kind], place: str, form: str) -> _Kind:
-    """What a record has under a key.
-
-    Args:
-        record: The record, or what was found in one.
-        key: The key.
-        kind: What has to be there.
-        place: The record's, for the message.
-        form: How the file should be, for the hint.
+    """Return what a record has under a key; `form` says how the file should be, as a hint.
 
     Raises:
         LeanKError: If there is nothing, or something of another kind.
@@ -102,11 +89,7 @@ def read_dataset(
 
 
 def read_text(path: Path, what: str, max_bytes: int) -> str:
-    """Read UTF-8 text: of a file with more than `max_bytes` the beginning, and a warning says so.
-
-    Raises:
-        LeanKError: If the file cannot be read.
-    """
+    """Read UTF-8 text, with a warning no more than `max_bytes` of it; LeanKError if that fails."""
     place = f"{what} `{path}`"
     with _opened(path, place) as file:
         content = file.read(max_bytes)

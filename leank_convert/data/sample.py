@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -37,15 +38,10 @@ _CLOCK = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question on a sample's context, with its answer.
+    """One question on a sample's context, with its answer."""
 
-    Attributes:
-        input_ids: What follows the shared prefix, int64 [N]: the rest of the prompt, then the answer.
-        answer_start: Place of the first answer token in it; 0 where the whole prompt is the prefix.
-    """
-
-    input_ids: Tensor
-    answer_start: int
+    input_ids: Tensor  # what follows the shared prefix, int64 [N]: the rest of the prompt, then the answer
+    answer_start: int  # place of the first answer token in it; 0 where the whole prompt is the prefix
 
 
 @dataclass(frozen=True)
@@ -55,16 +51,11 @@ class TrainingSample:
     The prefix and a question's tokens are together exactly what the tokenizer makes of a prompt that holds
     this question alone, and of its answer. The end-of-turn token is not part of it: it is what the answer's
     last token predicts, and generation never feeds it, so no query of it is to be trained.
-
-    Attributes:
-        task: The task it was drawn from.
-        prefix_ids: What all prompts begin with, int64 [P], P >= 1; of one question, its whole prompt.
-        questions: One or more, each blind to the others.
     """
 
-    task: str
-    prefix_ids: Tensor
-    questions: tuple[Question, ...]
+    task: str  # the task it was drawn from
+    prefix_ids: Tensor  # what all prompts begin with, int64 [P], P >= 1; of one question, its whole prompt
+    questions: tuple[Question, ...]  # one or more, each blind to the others
 
     @property
     def num_tokens(self) -> int:
@@ -93,11 +84,7 @@ class TrainingSample:
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokenise user messages through the chat template, each as a conversation of its own.
-
-    Raises:
-        LeanKError: As `render_prompts`.
-    """
+    """Tokenise user messages through the chat template, one by one; raises as `render_prompts`."""
     if not prompts:
         return []
     # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
@@ -162,11 +149,7 @@ def _find_missing(prompt: str, text: str) -> str:
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
-    """Tokenise an answer apart from its prompt, so that no token can straddle the border between them.
-
-    Raises:
-        LeanKError: If nothing is left of it.
-    """
+    """Tokenise an answer apart from its prompt: no token straddles both; LeanKError if it has none."""
     answer_ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
     if not answer_ids:
         raise LeanKError(
@@ -177,12 +160,10 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
 
 
 def join_questions(task: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> TrainingSample:
-    """Make one sample of prompts that begin alike.
-
-    Raises:
-        LeanKError: If they do not even share their first token.
-    """
-    shared = _common_length(prompts)
+    """Make one sample of prompts that begin alike; LeanKError if they do not even share their first token."""
+    # What the first and the last in order share, all between them share as well.
+    pairs = zip(min(prompts), max(prompts), strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if shared == 0:
         raise LeanKError(
             "the prompts of two questions on one context differ from their first token on",
@@ -193,11 +174,3 @@ def join_questions(task: str, prompts: Sequence[list[int]], answers: Sequence[li
         for prompt, answer in zip(prompts, answers, strict=True)
     )
     return TrainingSample(task, torch.tensor(prompts[0][:shared]), questions)
-
-
-def _common_length(rows: Sequence[list[int]]) -> int:
-    """How many leading items all rows share."""
-    # What the first and the last in order share, all between them share as well.
-    first, last = min(rows), max(rows)
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))

@@ -51,26 +51,16 @@ class _NoRoomError(LeanKError):
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Draws the sample of any index.
-
-    Args:
-        tokenizer: The model's own, with a chat template.
-        data: The recipe's section.
-        seed: The recipe's seed.
-    """
+    """Draws the sample of any index: by the model's own tokenizer, a recipe's data section and its seed."""
 
     tokenizer: PreTrainedTokenizerBase
     data: DataSection
     seed: int
 
     def draw(self, index: int) -> TrainingSample:
-        """Draw a sample: tasks in turn, lengths uniform over the recipe's range.
+        """Draw a sample by its index, from 0 over both stages: tasks in turn, lengths uniform in their range.
 
-        Args:
-            index: Counted from 0 over both stages.
-
-        Returns:
-            A sample whose longest prompt and answer have at most the drawn length, and come close to it.
+        Its longest prompt and answer have at most the drawn length, and come close to it.
 
         Raises:
             LeanKError: If the tokenizer has no chat template, a length leaves no room for the task, or the
@@ -142,11 +132,7 @@ class SampleSource:
 
     @cached_property
     def haystack(self) -> Haystack:
-        """Running text for the tasks that need it, read once.
-
-        Raises:
-            LeanKError: If it cannot be read.
-        """
+        """Running text for the tasks that need it, read once; LeanKError if it cannot be read."""
         return open_haystack(self.data.haystack, control_tokens(self.tokenizer))
 
     def _draw(self, task: str, rng: random.Random, budget: int, *, shortest: bool = False) -> TrainingSample:
@@ -159,7 +145,15 @@ class SampleSource:
         answers = [encode_answer(self.tokenizer, answer) for answer in draft.answers]
         prompts = encode_prompts(self.tokenizer, draft.prompts(0))
         sample = join_questions(task, prompts, answers)
-        _check_room(sample, budget)
+        if sample.num_positions > budget:
+            asked = len(sample.questions)
+            raise _NoRoomError(
+                f"a sample of {budget} tokens leaves no room for `{task}`: its shortest has "
+                f"{sample.num_positions}" + (f" with facts for {asked} questions" if asked > 1 else ""),
+                hint=f"raise `data.min_length` to {sample.num_positions} or more; most samples should be far "
+                "longer",
+                excess=sample.num_positions - budget,
+            )
         if shortest:
             return sample
 
@@ -206,15 +200,3 @@ class SampleSource:
                 excess=sample.num_positions - budget,
             )
         return sample
-
-
-def _check_room(shortest: TrainingSample, budget: int) -> None:
-    if shortest.num_positions > budget:
-        asked = len(shortest.questions)
-        raise _NoRoomError(
-            f"a sample of {budget} tokens leaves no room for `{shortest.task}`: its shortest has "
-            f"{shortest.num_positions}" + (f" with facts for {asked} questions" if asked > 1 else ""),
-            hint=f"raise `data.min_length` to {shortest.num_positions} or more; most samples should be far "
-            "longer",
-            excess=shortest.num_positions - budget,
-        )

@@ -27,26 +27,20 @@ Part = Literal["gates", "stage1", "stage2"]
 
 @dataclass(frozen=True)
 class Method:
-    """A row.
+    """A row."""
 
-    Attributes:
-        name: A recipe's `method`.
-        summary: What it does, as the end of "this method ...".
-        score: Where its function is, as `module:function`; None where training finds the scores.
-        num_prompts: How many prompts that function measures; None for the recipe's `calibration_prompts`.
-        trains: What is learned, in this order: gates of heads, scaling factors (stage 1), the mask (stage 2).
-        budget: How channels are shared out where the recipe does not say: every head keeps as many, or the
-            whole model's best are kept.
-        whole_heads: Whether a head keeps all channels or none.
-    """
-
-    name: str
-    summary: str
+    name: str  # a recipe's `method`
+    summary: str  # what it does, as the end of "this method ..."
+    # Where its function is, as `module:function`; None where training finds the scores.
     score: str | None = None
+    # How many prompts that function measures; None for the recipe's `calibration_prompts`.
     num_prompts: int | None = 0
+    # What is learned, in this order: gates of heads, scaling factors (stage 1), the mask (stage 2).
     trains: tuple[Part, ...] = ()
+    # How channels are shared out where the recipe does not say: every head keeps as many, or the whole
+    # model's best are kept.
     budget: Budget = "global"
-    whole_heads: bool = False
+    whole_heads: bool = False  # whether a head keeps all channels or none
 
     @property
     def has_gates(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -25,13 +24,11 @@ from leank_convert.train.gates import load_pattern, save_pattern
 from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import prepare, train, write_result
-from leank_convert.train.model import find_model
-from leank_convert.train.passes import check_layers
+from leank_convert.train.model import find_trainable
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import build_mask
 from leank_convert.train.selection import select_for
 from leank_convert.train.state import TrainingDirectory
-from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -119,7 +116,7 @@ def train_masks(
             else:
                 masks, gates, checked = _measure(model, chosen, ranks, progress)
             is_first = ranks.is_first
-        masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
+        masks = {ratio: mask.noting(held_out=checked.get(ratio)) for ratio, mask in masks.items()}
         if is_first:
             _warn(checked)
             if chosen.trains:
@@ -137,11 +134,6 @@ def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:
     stack.enter_context(lock_training(directory.out))
 
 
-def _add_held_out(mask: ChannelMask, held_out: HeldOut | None) -> ChannelMask:
-    assert mask.provenance is not None
-    return replace(mask, provenance=replace(mask.provenance, held_out=held_out))
-
-
 def _warn(checked: Mapping[float, HeldOut]) -> None:
     for warning in dict.fromkeys(text for held_out in checked.values() for text in held_out.warnings):
         ratios = [ratio for ratio, held_out in checked.items() if warning in held_out.warnings]
@@ -153,11 +145,7 @@ def _measure(
     model: str | Path, recipe: Recipe, ranks: Ranks, progress: bool
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
-    files = find_model(model, recipe)
-    if recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
-        check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
+    files = find_trainable(model, recipe)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.

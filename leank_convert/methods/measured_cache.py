@@ -50,20 +50,16 @@ class MeasuredCache:
         if mask.key_mean is not None:
             return mask
         assert self.statistics is not None
-        known = mask.provenance
-        if known is not None:
-            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None, evaluation=None)
-        return replace(mask, key_mean=self.statistics.mean, provenance=known)
+        known = mask.noting(key_mean_tokens=self.statistics.num_tokens, held_out=None, evaluation=None)
+        return replace(known, key_mean=self.statistics.mean)
 
     def prune_values(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
         """The mask, which has provenance, with V pruned by the measured basis.
 
         What an evaluation said of a mask that leaves V as it is holds no longer.
         """
-        assert self.values is not None and mask.provenance is not None
-        return self.values.prune(
-            replace(mask, provenance=replace(mask.provenance, held_out=None, evaluation=None)), pruning_ratio
-        )
+        assert self.values is not None
+        return self.values.prune(mask.noting(held_out=None, evaluation=None), pruning_ratio)
 
     def scales(self, mask: ChannelMask) -> KVScales:
         """Scales for FP8 of values, and of keys less the mask's mean."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import NotFiniteError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train.centring import centre_keys
 from leank_convert.train.fusion import uncompiled
@@ -28,21 +28,17 @@ OBSERVATION_WINDOW = 32
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Statistics of one prompt, float32 on the CPU.
+    """Statistics of one prompt, float32 on the CPU."""
 
-    Attributes:
-        channel_norms: The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T||
-            in the Frobenius norm, Q the last 32 queries, K all keys; the mean over a KV head's G query heads
-            [L, H_kv, D].
-        high_frequency_ratio: The paper's w_hf (section "High Frequency Ratio of Each Head"): ||q_high
-            K_high^T|| / ||q K^T||, q the prompt's last query, "high" the faster half of the RoPE pairs; one
-            ratio over the G query heads, whose logits are stacked [L, H_kv].
-        product_magnitudes: The mean over tokens and the G query heads of |q_i k_i|, each token's query with
-            its own key [L, H_kv, D].
-    """
-
+    # The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T|| in the Frobenius
+    # norm, Q the last 32 queries, K all keys; the mean over a KV head's G query heads [L, H_kv, D].
     channel_norms: Tensor
+    # The paper's w_hf (section "High Frequency Ratio of Each Head"): ||q_high K_high^T|| / ||q K^T||, q the
+    # prompt's last query, "high" the faster half of the RoPE pairs; one ratio over the G query heads, whose
+    # logits are stacked [L, H_kv].
     high_frequency_ratio: Tensor
+    # The mean over tokens and the G query heads of |q_i k_i|, each token's query with its own key [L, H_kv,
+    # D].
     product_magnitudes: Tensor
 
 
@@ -77,11 +73,7 @@ def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
 def measure_attention(
     model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
 ) -> AttentionStatistics:
-    """Measure queries and keys, less their mean [L, H_kv, D] if given, of a dense pass over a prompt [N].
-
-    Raises:
-        LeanKError: If a statistic is not finite.
-    """
+    """Measure a dense pass over a prompt [N], keys less a mean [L, H_kv, D]; may raise NotFiniteError."""
     measurement = _Measurement(key_mean)
     device = next(model.parameters()).device
     with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
@@ -89,11 +81,7 @@ def measure_attention(
     statistics = AttentionStatistics(*_stack(measurement.layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):
-            raise LeanKError(
-                f"`{name}` of a prompt of {len(input_ids)} tokens is not finite",
-                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-                exit_code=1,
-            )
+            raise NotFiniteError(f"`{name}` of a prompt of {len(input_ids)} tokens is not finite")
     return statistics
 
 
@@ -107,10 +95,8 @@ def high_frequency_channels(
 ) -> Tensor:
     """Bool [D]: True for the faster half of the RoPE pairs; channels that are not rotated are in none.
 
-    Args:
-        head_dim: D.
-        rotated: R, the first channels, which are rotated; None for all.
-        interleaved: Whether pairs are channels 2i and 2i + 1, not i and i + R/2.
+    The first R channels are rotated, as `rotated` says, or all if it is None. Pairs are channels i and i +
+    R/2, or if interleaved 2i and 2i + 1.
     """
     count = head_dim if rotated is None else rotated
     channel = torch.arange(head_dim)

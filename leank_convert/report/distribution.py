@@ -48,72 +48,38 @@ class MaskAnalysis:
     kept_by_layer: tuple[float, ...]  # [L]
     widths: tuple[tuple[int, ...], ...]  # kept channels of each head [L][H_kv]
     cache: BytesPerToken  # bytes of one token
-
-    @property
-    def num_heads(self) -> int:
-        """KV heads of all layers together."""
-        return sum(len(layer) for layer in self.widths)
-
-    @property
-    def heads_per_width(self) -> dict[int, int]:
-        """How many heads have each width that occurs, the narrowest first."""
-        return dict(sorted(Counter(width for layer in self.widths for width in layer).items()))
-
-    @property
-    def empty_by_layer(self) -> tuple[int, ...]:
-        """Heads of width 0 in each layer [L]."""
-        return tuple(layer.count(0) for layer in self.widths)
-
-    @property
-    def empty_heads(self) -> int:
-        """Heads of width 0."""
-        return sum(self.empty_by_layer)
-
-    @property
-    def empty_share(self) -> float:
-        """Heads of width 0 among all."""
-        return self.empty_heads / self.num_heads
-
-    @property
-    def empty_by_quarter(self) -> tuple[int, ...]:
-        """Heads of width 0 in each quarter of the layers, shallow ones first; borders are rounded."""
-        layers = len(self.widths)
-        borders = [(quarter * layers + 2) // 4 for quarter in range(5)]
-        return tuple(sum(self.empty_by_layer[a:b]) for a, b in itertools.pairwise(borders))
+    num_heads: int  # KV heads of all layers together
+    heads_per_width: dict[int, int]  # how many heads have each width that occurs, the narrowest first
+    empty_by_layer: tuple[int, ...]  # heads of width 0 in each layer [L]
+    empty_by_quarter: tuple[int, ...]  # those of each quarter of the layers, shallow ones first; rounded
+    empty_heads: int  # heads of width 0
+    empty_share: float  # those among all
 
     def to_dict(self) -> dict[str, Any]:
         """The analysis as JSON-ready data."""
+        fields = ("model", "head_dim", "element_bytes", "kept", "empty_heads", "empty_share")
+        rows = ("kept_by_pair", "kept_by_layer", "empty_by_layer", "empty_by_quarter")
         return {
-            "model": self.model,
+            **{name: getattr(self, name) for name in fields},
+            **{name: list(getattr(self, name)) for name in rows},
             "num_hidden_layers": len(self.widths),
             "num_key_value_heads": len(self.widths[0]),
-            "head_dim": self.head_dim,
-            "kept": self.kept,
-            "kept_by_pair": list(self.kept_by_pair),
             "outlier_rule": OUTLIER_RULE,
             "outlier_pairs": [asdict(outlier) for outlier in self.outliers],
-            "kept_by_layer": list(self.kept_by_layer),
             "widths": [list(layer) for layer in self.widths],
             "heads_per_width": {str(width): heads for width, heads in self.heads_per_width.items()},
-            "empty_heads": self.empty_heads,
-            "empty_share": self.empty_share,
-            "empty_by_layer": list(self.empty_by_layer),
-            "empty_by_quarter": list(self.empty_by_quarter),
-            "element_bytes": self.element_bytes,
             "bytes_per_token": {**asdict(self.cache), "saved": self.cache.saved},
         }
 
 
 def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
-    """Find out how a mask's channels are distributed.
-
-    Args:
-        mask: The mask.
-        element_bytes: Bytes of one number in the cache.
-    """
+    """Find out how a mask's channels are distributed, and what that saves at so many bytes a number."""
     kept, rotated = mask.channel_mask.double(), mask.rotated_channels.double()
     by_pair = rotated.mean((0, 1)).view(2, -1).mean(0).tolist()
     neighbours = [_neighbours_median(by_pair, pair) for pair in range(len(by_pair))]
+    empty_by_layer = tuple(layer.count(0) for layer in mask.widths)
+    borders = [(quarter * len(empty_by_layer) + 2) // 4 for quarter in range(5)]
+    num_heads = kept.shape[0] * kept.shape[1]
     return MaskAnalysis(
         model=mask.provenance.model if mask.provenance else None,
         head_dim=kept.shape[-1],
@@ -121,10 +87,16 @@ def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
         kept=kept.mean().item(),
         kept_by_pair=tuple(by_pair),
         neighbours_by_pair=tuple(neighbours),
-        outliers=_find_outliers(by_pair, neighbours, smallest_step=1 / (2 * kept.shape[0] * kept.shape[1])),
+        outliers=_find_outliers(by_pair, neighbours, smallest_step=1 / (2 * num_heads)),
         kept_by_layer=tuple(kept.mean((1, 2)).tolist()),
         widths=mask.widths,
         cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes, value_widths=mask.stored_values),
+        num_heads=num_heads,
+        heads_per_width=dict(sorted(Counter(width for layer in mask.widths for width in layer).items())),
+        empty_by_layer=empty_by_layer,
+        empty_by_quarter=tuple(sum(empty_by_layer[a:b]) for a, b in itertools.pairwise(borders)),
+        empty_heads=sum(empty_by_layer),
+        empty_share=sum(empty_by_layer) / num_heads,
     )
 
 

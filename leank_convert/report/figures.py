@@ -102,15 +102,9 @@ def draw_kept_by_pair(axes: Axes, analysis: MaskAnalysis) -> None:
     axes.plot(pairs, neighbours, color=GREEN, linewidth=1.6, label="median of the neighbours")
     for outlier in analysis.outliers:
         bars[outlier.pair].set_facecolor(ORANGE)
-        axes.annotate(
-            f"pair {outlier.pair}: {outlier.kept:.0%}",
-            (outlier.pair, 100 * outlier.kept),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            color=ORANGE,
-            fontweight="bold",
-        )
+        style = {"ha": "center", "color": ORANGE, "fontweight": "bold"}
+        share = f"pair {outlier.pair}: {outlier.kept:.0%}"
+        _annotate(axes, share, (outlier.pair, 100 * outlier.kept), (0, 4), **style)
     axes.margins(y=0.14)
     axes.set(
         title="Kept by RoPE pair",
@@ -184,13 +178,7 @@ def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
         label="saved",
     )
     for place, (_, pruned, dense) in enumerate(rows):
-        axes.annotate(
-            f"{1 - pruned / dense:.1%} saved",
-            (dense / 1024, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        _annotate(axes, f"{1 - pruned / dense:.1%} saved", (dense / 1024, place), (5, 0), va="center")
     axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
     axes.margins(x=0.22)
     axes.grid(axis="x")
@@ -300,7 +288,6 @@ def _draw_cells(axes: Axes, values: Tensor, top: float, colours: Any = "viridis"
 
 
 def _write_numbers(axes: Axes, values: np.ndarray[Any, Any], top: float, number: str) -> None:
-    """Write each value into its cell of a heat map that ends at `top`."""
     for (row, column), value in np.ndenumerate(values):
         colour = "black" if value > 0.6 * top else "white"
         axes.text(column, row, format(value, number), ha="center", va="center", color=colour)
@@ -322,7 +309,6 @@ def _label_step(count: int) -> int:
 
 
 def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
-    """The scale of a heat map, at its right."""
     from matplotlib.figure import Figure
 
     figure = axes.figure
@@ -334,7 +320,6 @@ def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[floa
 
 
 def _add_legend(axes: Axes, columns: int = 1, column_spacing: float = 2.0) -> None:
-    """The legend, above the axes at the right."""
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, columnspacing=column_spacing, borderpad=0,
         borderaxespad=0.2,
@@ -348,10 +333,13 @@ def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:
         first = sum(record.stage < stage for record in records)
         if 0 < first < len(records):
             axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
-            axes.annotate(
-                f"stage {stage}", (first + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -3),
-                textcoords="offset points", va="top",
-            )  # fmt: skip
+            where = ("data", "axes fraction")
+            _annotate(axes, f"stage {stage}", (first + 0.5, 1), (4, -3), xycoords=where, va="top")
+
+
+def _annotate(axes: Axes, text: str, place: Any, points: tuple[int, int], **style: Any) -> None:
+    """Write a text so many points right of and above a place."""
+    axes.annotate(text, place, xytext=points, textcoords="offset points", **style)
 
 
 def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:

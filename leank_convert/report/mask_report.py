@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import html
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,10 @@ REPORT_NAME = "report.html"
 def write_report(
     mask: ChannelMask, records: Sequence[StepRecord], path: Path, gates: Tensor | None = None
 ) -> None:
-    """Write the report of a mask; equal masks and logs give equal pages, with the same matplotlib.
+    """Write the report of a mask as a page; equal masks and logs give equal pages, with the same matplotlib.
 
-    Args:
-        mask: The mask; without scaling factors or provenance the page shows what there is.
-        records: Every step of its training, of which those that led to this mask are shown; may be empty.
-        path: The page, which appears whole or not at all.
-        gates: Of the heads [L, H_kv, 1], if it was made by some.
+    Without scaling factors or provenance the page shows what there is. Of the records, every step of its
+    training or none, those that led to this mask are shown; gates are of its heads [L, H_kv, 1].
 
     Raises:
         OSError: If it cannot be written.
@@ -47,54 +44,48 @@ def write_report(
     analysis = analyze_mask(mask)
     sections = [section.to_html() for section in _list_sections(mask, analysis, records, gates)]
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
-    page = render_page(title, _collect_facts(mask, analysis, records), [*sections, _render_recipe(mask)])
+    text = mask.provenance.recipe if mask.provenance else None
+    recipe = "" if text is None else f"<h2>Recipe</h2>\n<pre>{html.escape(text)}</pre>"
+    page = render_page(title, [*_collect_facts(mask, analysis, records)], [*sections, recipe])
     write_atomically(path, page.encode())
 
 
 def _collect_facts(
     mask: ChannelMask, analysis: MaskAnalysis, records: Sequence[StepRecord]
-) -> list[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:
     known = mask.provenance
-    facts = describe_mask(analysis, known.pruning_ratio_asked if known else None)
+    yield from describe_mask(analysis, known.pruning_ratio_asked if known else None)
     if known:
-        facts.append(
-            ("windows", f"sink {known.sink_size}, recent {known.recent_size}, flush {known.flush_size}")
-        )
+        yield "windows", f"sink {known.sink_size}, recent {known.recent_size}, flush {known.flush_size}"
         if known.width_multiple is not None:
-            facts.append(("widths", f"multiples of {known.width_multiple}"))
+            yield "widths", f"multiples of {known.width_multiple}"
         if known.key_mean_tokens is not None:
-            facts.append(("keys", f"cached less their mean over {known.key_mean_tokens:,} tokens"))
+            yield "keys", f"cached less their mean over {known.key_mean_tokens:,} tokens"
         if mask.value_widths is not None:
             asked = known.value_pruning_ratio_asked
             told = "" if asked is None else f" (asked: {asked:.1%})"
-            facts.append(("V", f"{mask.value_pruning_ratio:.1%} removed{told}, in a basis of its own"))
+            yield "V", f"{mask.value_pruning_ratio:.1%} removed{told}, in a basis of its own"
     if records:
         counts = Counter(record.stage for record in records)
         steps = [f"{counts[0]} (gates of heads)"] if counts[0] else []
         if counts[1] or counts[2]:
             steps.append(f"{counts[1]} + {counts[2]} (stages 1 and 2)")
-        tokens = sum(record.num_tokens for record in records)
+        yield "steps", ", ".join(steps)
         answers = sum(record.num_answer_tokens for record in records)
-        time = datetime.timedelta(seconds=round(sum(record.seconds for record in records)))
-        facts += [
-            ("steps", ", ".join(steps)),
-            ("tokens", f"{tokens:,}, {answers:,} of them answers"),
-            ("time in steps", str(time)),
-        ]
-        memory = max(record.gpu_bytes or 0 for record in records)
-        if memory:
-            facts.append(("peak GPU memory", f"{memory / 1e9:.1f} GB"))
+        yield "tokens", f"{sum(record.num_tokens for record in records):,}, {answers:,} of them answers"
+        yield "time in steps", str(datetime.timedelta(seconds=round(sum(one.seconds for one in records))))
+        if memory := max(record.gpu_bytes or 0 for record in records):
+            yield "peak GPU memory", f"{memory / 1e9:.1f} GB"
     if known:
         if known.held_out:
-            facts.append(("held-out answers", known.held_out.render()))
-            facts += [("warning", warning) for warning in known.held_out.warnings]
-        facts.append(("made by", known.method))
+            yield "held-out answers", known.held_out.render()
+            yield from (("warning", warning) for warning in known.held_out.warnings)
+        yield "made by", known.method
         if known.seed is not None:
-            facts.append(("seed", str(known.seed)))
-        facts.append(("versions", ", ".join(f"{name} {v}" for name, v in known.versions.items())))
+            yield "seed", str(known.seed)
+        yield "versions", ", ".join(f"{name} {v}" for name, v in known.versions.items())
         made = f"; of a mask alone, first `leank-convert export {known.model} -o OUT`"
-        facts.append(("next step", f"`leank-convert evaluate OUT` compares answers with dense ones{made}"))
-    return facts
+        yield "next step", f"`leank-convert evaluate OUT` compares answers with dense ones{made}"
 
 
 def _list_sections(
@@ -144,9 +135,3 @@ def _draw_training(records: Sequence[StepRecord]) -> Figure:
     figures.draw_distillation(loss, records)
     figures.draw_pruning(pruning, records)
     return figure
-
-
-def _render_recipe(mask: ChannelMask) -> str:
-    if mask.provenance is None or mask.provenance.recipe is None:
-        return ""
-    return f"<h2>Recipe</h2>\n<pre>{html.escape(mask.provenance.recipe)}</pre>"

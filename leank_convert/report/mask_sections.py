@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from leank_convert.mask import ChannelMask
@@ -15,35 +16,33 @@ if TYPE_CHECKING:
 _MOST_WIDTHS = 12  # that a line names one by one
 
 
-def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> list[tuple[str, str]]:
+def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> Iterator[tuple[str, str]]:
     """Describe a mask in short, as names and values; `asked` is the pruning ratio that was asked for."""
     layers, heads = len(analysis.widths), len(analysis.widths[0])
-    cache = analysis.cache
-    key, value = cache.removed
-    quarters = ", ".join(str(count) for count in analysis.empty_by_quarter)
+    yield "shape", f"{layers} layers, {heads} KV heads, head_dim {analysis.head_dim}"
     removed = f"{1 - analysis.kept:.1%} removed" + ("" if asked is None else f" (asked: {asked:.1%})")
+    yield "K channels", f"{analysis.kept:.1%} kept, {removed}"
+    quarters = ", ".join(str(count) for count in analysis.empty_by_quarter)
+    empty = f"{analysis.empty_heads} of {analysis.num_heads} ({analysis.empty_share:.1%})"
+    yield "heads of width 0", f"{empty}; by quarter of the layers, shallow first: {quarters}"
+    counts = analysis.heads_per_width
+    few = ", ".join(f"{width}: {count}" for width, count in counts.items())
+    many = f"{len(counts)} widths from {min(counts)} to {max(counts)}"
+    yield "heads per width", few if len(counts) <= _MOST_WIDTHS else many
     outliers = [
         f"pair {outlier.pair}, {outlier.kept:.1%} kept, its neighbours {outlier.neighbours:.1%} "
         f"({outlier.score:+.1f} robust standard deviations)"
         for outlier in analysis.outliers
     ]
-    return [
-        ("shape", f"{layers} layers, {heads} KV heads, head_dim {analysis.head_dim}"),
-        ("K channels", f"{analysis.kept:.1%} kept, {removed}"),
-        (
-            "heads of width 0",
-            f"{analysis.empty_heads} of {analysis.num_heads} ({analysis.empty_share:.1%}); "
-            f"by quarter of the layers, shallow first: {quarters}",
-        ),
-        ("heads per width", _describe_widths(analysis)),
-        ("outlier pairs", "; ".join(outliers) or "none"),
-        (
-            "saved per token",
-            f"K {key:.1%}, V {value:.1%}, together {cache.saved:.1%}: "
-            f"{cache.key_dense + cache.value_dense:,} bytes become {cache.key_pruned + cache.value_pruned:,} "
-            f"in the pruned region, at {analysis.element_bytes} bytes a number",
-        ),
-    ]
+    yield "outlier pairs", "; ".join(outliers) or "none"
+    cache = analysis.cache
+    key, value = cache.removed
+    yield (
+        "saved per token",
+        f"K {key:.1%}, V {value:.1%}, together {cache.saved:.1%}: "
+        f"{cache.key_dense + cache.value_dense:,} bytes become {cache.key_pruned + cache.value_pruned:,} "
+        f"in the pruned region, at {analysis.element_bytes} bytes a number",
+    )
 
 
 def list_mask_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
@@ -92,10 +91,3 @@ def list_mask_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Sectio
             "Tokens in sink and recent window stay whole.",
         ),
     ]
-
-
-def _describe_widths(analysis: MaskAnalysis) -> str:
-    counts = analysis.heads_per_width
-    if len(counts) <= _MOST_WIDTHS:
-        return ", ".join(f"{width}: {count}" for width, count in counts.items())
-    return f"{len(counts)} widths from {min(counts)} to {max(counts)}"

@@ -66,23 +66,13 @@ $sections
 
 
 def render_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
-    """Render a whole page.
-
-    Args:
-        title: Its title and heading, as text.
-        facts: What stands at the top: names and values, as text.
-        sections: HTML, as `Section.to_html` makes it; empty ones are left out.
-    """
+    """Render a page of a title and facts, as text, and sections of HTML; empty ones are left out."""
     rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts)
     return _PAGE.substitute(title=html.escape(title), facts=rows, sections="\n".join(filter(None, sections)))
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of a page's width.
-
-    Args:
-        height: In inches, of which the page is 11 wide.
-    """
+    """An empty figure of a page's width, 11 inches, and so many inches high."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)
@@ -104,19 +94,13 @@ def rows_height(num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with one figure below it, which is drawn for the page and again for a PNG.
+    """A heading with one figure below it."""
 
-    Attributes:
-        heading: As text.
-        name: What the ids within the figure begin with; no other section of the page may have it.
-        draw: Makes the figure; matplotlib's style is set meanwhile, whatever the user's own is.
-        caption: As text.
-    """
-
-    heading: str
-    name: str
+    heading: str  # as text
+    name: str  # what the ids within the figure begin with; no other section of the page may have it
+    # Makes the figure; matplotlib's style is set meanwhile, whatever the user's own is.
     draw: Callable[[], Figure]
-    caption: str
+    caption: str  # as text
 
     def to_html(self) -> str:
         """The section as part of a page."""

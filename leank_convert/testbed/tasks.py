@@ -50,11 +50,7 @@ _MARGIN_START, _MARGIN_END = 20, 64
 _TEMPLATE_TOKENS = 8
 _MAX_VALUES, _MAX_HOPS = 4, 4
 # With names of two words: name and value; as many of those, with `;` between; a chain's names and its value.
-_LONGEST_ANSWER = {
-    "retrieval": 4,
-    "multi_value": 5 * _MAX_VALUES - 1,
-    "variable_tracking": 2 * _MAX_HOPS + 2,
-}
+_LONGEST_ANSWER = {"retrieval": 4, "multi_value": 5 * _MAX_VALUES - 1, "variable_tracking": 2 * _MAX_HOPS + 2}
 
 Words = tuple[str, ...]
 
@@ -107,13 +103,8 @@ def build_sample(
 ) -> Sample:
     """Draw one prompt whose tokens, with the template and the answer, number at most `num_tokens`.
 
-    The asked facts lie away from both ends of the document. `multi_value` asks for at least two values.
-
-    Args:
-        task: One of `TASKS`.
-        rng: Source of every choice; the same state gives the same sample.
-        num_tokens: At least `MIN_TOKENS`.
-        two_word_names: Names of two words, or of one; drawn where it is None.
+    The asked facts lie away from both ends of the document. `multi_value` asks for at least two values. The
+    same state of `rng` gives the same sample; where `two_word_names` is None, that is drawn, too.
 
     Raises:
         ValueError: `task` is unknown, or `num_tokens` leaves no room for a question.
@@ -132,13 +123,7 @@ def build_samples(
 ) -> tuple[Sample, ...]:
     """Draw prompts that ask different questions of one document, each as `build_sample`.
 
-    Args:
-        task: One of `TASKS`.
-        rng: Source of every choice; the same state gives the same samples.
-        num_tokens: Of each prompt with the template and its answer; at least `MIN_TOKENS`.
-        num_questions: How many prompts.
-        two_word_names: Names of two words, or of one; drawn where it is None.
-        max_documents: How many documents are drawn in search of one with enough questions.
+    In search of one with enough questions no more than `max_documents` are drawn.
 
     Raises:
         ValueError: `task` is unknown, or `num_tokens` leaves no room for as many questions.
@@ -194,7 +179,6 @@ def _draw_value(rng: random.Random) -> Words:
 
 
 def _build_values(rng: random.Random, names: Sequence[Words], num_lines: int, task: str) -> Document:
-    """Lay out names with one value each, or with one to four for `multi_value`."""
     owners: list[int] = []
     for owner in range(len(names)):
         if len(owners) == num_lines:

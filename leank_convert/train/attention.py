@@ -38,23 +38,18 @@ class ContextIsStored(Exception):  # noqa: N818 - no error: what would follow is
 
 @dataclass(frozen=True)
 class Student:
-    """What the answers are computed with.
+    """What the answers are computed with."""
 
-    Attributes:
-        windows: Sink and recent window.
-        scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
-        sees_middle: Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity;
-            None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
-        gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
-            times what it is without the middle; None for no such mixture.
-        projections: What is left of a pruned token's V, v P with P [L, H_kv, D, D]; None for all of it, as
-            while the rest is learned.
-    """
-
-    windows: Windows
-    scaling_factors: Tensor
+    windows: Windows  # sink and recent window
+    scaling_factors: Tensor  # stage 1's factors, or stage 2's zeros and ones [L, H_kv, D]
+    # Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity; None if every head
+    # sees it (stage 1, where factors of 0 still leave logits of 0).
     sees_middle: Tensor | None = None
+    # DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g times what
+    # it is without the middle; None for no such mixture.
     gates: Tensor | None = None
+    # What is left of a pruned token's V, v P with P [L, H_kv, D, D]; None for all of it, as while the rest is
+    # learned.
     projections: Tensor | None = None
 
     @property
@@ -78,23 +73,15 @@ class ContextPass:
 
 @dataclass(frozen=True)
 class FollowingPass:
-    """A pass over tokens that follow the context: questions and answers dense, or answers with gradient.
+    """A pass over tokens that follow the context: questions and answers dense, or answers with gradient."""
 
-    Attributes:
-        context: The stored context; takes the questions' keys and values in the dense pass.
-        num_questions: Tokens of questions; those of answers follow them.
-        regions: How the pass's tokens see the context and one another.
-        window_regions: The same in layers with a sliding window, which are dense; None without any.
-        rows: Questions and answers in layers with linear attention, None without any.
-        student: What the answers are computed with; None for the dense pass.
-    """
-
-    context: StoredContext
-    num_questions: int
-    regions: Regions
+    context: StoredContext  # the stored context; takes the questions' keys and values in the dense pass
+    num_questions: int  # tokens of questions; those of answers follow them
+    regions: Regions  # how the pass's tokens see the context and one another
+    # The same in layers with a sliding window, which are dense; None without any.
     window_regions: Regions | None
-    rows: Rows | None
-    student: Student | None = None
+    rows: Rows | None  # questions and answers in layers with linear attention, None without any
+    student: Student | None = None  # what the answers are computed with; None for the dense pass
 
 
 def training_attention(
@@ -112,19 +99,10 @@ def training_attention(
 ) -> tuple[Tensor, None]:
     """Dispatch one layer's attention, by transformers' signature: [1, N, H, D], and no attention weights.
 
-    Args:
-        module: The attention module, which knows its `layer_idx` and `config`.
-        query: [1, H, N, D].
-        key: [1, H_kv, N, D].
-        value: [1, H_kv, N, D].
-        attention_mask: None: what is seen follows from the pass.
-        scaling: The model's softmax scale.
-        dropout: Ignored: the model is in eval mode.
-        leank_pass: Which pass runs.
-        sliding_window: How many tokens a query of this layer sees, itself among them; None for all.
-        s_aux: Logits of attention sinks [H], by transformers' name for them; None without any. They fall by
-            what centred keys leave out.
-        **kwargs: What else the model's family passes.
+    Queries are [1, H, N, D], keys and values [1, H_kv, N, D]. What is seen follows from the pass, not from
+    `attention_mask`, and dropout is ignored. In a layer with a `sliding_window` a query sees so many tokens,
+    itself among them; None stands for all. `s_aux` are logits of attention sinks [H], which fall by what
+    centred keys leave out.
 
     Raises:
         ContextIsStored: When a block of the context has reached the last layer.

@@ -1,15 +1,4 @@
-"""Derived recipes for models without a packaged one, from the model's shape and the device's memory.
-
-The rules, which docs/training.md repeats for users:
-
-- Windows and lengths are the paper's where the model has as many positions as the paper's own models. Below,
-  they shrink with the positions.
-- The schedule is the one that a real model of few positions was trained by (`_SCHEDULE`); on a CPU a shorter
-  one, on shorter contexts (`_CPU_SCHEDULE`).
-- Where a GPU's memory does not hold weights and context, contexts are shortened, to a quarter at most;
-  failing that, their keys and values go to host memory. Where that does not fit either, the recipe stays as
-  it is: `--dry-run` and training say what would.
-"""
+"""Recipes derived from a model's shape and a device's memory, by the rules in docs/training.md."""
 
 from __future__ import annotations
 
@@ -132,7 +121,6 @@ def _find_room(device: torch.device) -> int | None:
 
 
 def _write(files: ModelFiles, document: Mapping[str, Any], device: torch.device, room: int | None) -> str:
-    """The text of a recipe, as a file of its own."""
     facts = files.facts
     where = (
         str(device) if room is None else f"{torch.cuda.get_device_name(device)}, {room / 1e9:.1f} GB usable"

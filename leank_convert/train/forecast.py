@@ -17,19 +17,17 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
+from leank_convert.head_layout import BytesPerToken, bytes_of
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
-from leank_convert.train.model import LoadedModel, count_bytes, find_model, load_model
-from leank_convert.train.passes import check_layers
+from leank_convert.train.model import count_bytes, find_trainable, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.value_basis import NUM_CONTEXTS
-from leank_convert.value_weights import check_foldable
 from leank_convert.windows import Windows
 
 # A context that takes less is timed several times.
@@ -41,29 +39,18 @@ _LONGEST_SECONDS = 20
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run before it begins.
+    """A run before it begins."""
 
-    Attributes:
-        model: What the user called it.
-        facts: Its shape.
-        recipe: What will be trained.
-        processes: How many share a step's contexts.
-        device: The GPU's name, or the device's.
-        memory: Bytes on each GPU, as `count_bytes` gives them.
-        tokens: Of a context of mean length, with all questions and answers.
-        seconds_per_context: Of a context of that length, as measured; None where it was not.
-        why_unmeasured: Why not.
-    """
-
-    model: str
-    facts: ModelFacts
-    recipe: Recipe
-    processes: int
-    device: str
-    memory: Mapping[str, Any]
-    tokens: float
+    model: str  # what the user called it
+    facts: ModelFacts  # its shape
+    recipe: Recipe  # what will be trained
+    processes: int  # how many share a step's contexts
+    device: str  # the GPU's name, or the device's
+    memory: Mapping[str, Any]  # bytes on each GPU, as `count_bytes` gives them
+    tokens: float  # of a context of mean length, with all questions and answers
+    # Of a context of that length, as measured; None where it was not.
     seconds_per_context: float | None = None
-    why_unmeasured: str | None = None
+    why_unmeasured: str | None = None  # why not
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the time of all steps is that of the process that has most contexts of each."""
@@ -73,7 +60,7 @@ class Forecast:
         own_contexts = schedule.num_steps * -(-recipe.batch_size // self.processes)
         own_contexts += schedule.num_comparisons * -(-recipe.stage2.validation_contexts // self.processes)
         pace = self.seconds_per_context
-        part = heads * facts.head_dim * BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+        part = heads * facts.head_dim * bytes_of(facts.dtype)
         values = round((1 - recipe.value_pruning_ratio) * part)
         value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
@@ -154,7 +141,6 @@ class Forecast:
             yield "", f"then about {_render_seconds(found['value_seconds'])} to measure the basis of V"
 
     def _remedy(self) -> str:
-        """What to change first."""
         room = self.memory["capacity"] - self.memory["weights"] - self.memory["working"]
         if not self.recipe.offload_context and room >= self.memory["context"] / self.facts.num_cached_layers:
             return "`--set offload_context=true` keeps K/V in host memory"
@@ -177,10 +163,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
             f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
             hint="`leank-convert train` without `--dry-run` makes its mask",
         )
-    files = find_model(model, recipe)
-    check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
+    files = find_trainable(model, recipe)
     memory = count_bytes(files, recipe, chosen)
     found = Forecast(
         model=files.name,
@@ -199,7 +182,11 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
     try:
         loaded = load_model(files, recipe, chosen)
         run = Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
-        samples = _draw_mean_samples(loaded, recipe)
+        length = (recipe.data.min_length + recipe.data.max_length) // 2
+        data = recipe.data.model_copy(update={"min_length": length, "max_length": length})
+        source = SampleSource(loaded.tokenizer, data, recipe.seed)
+        source.check()
+        samples = [source.draw(index) for index in range(len(data.tasks))]
         found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
         with out_of_memory("a step", "see above"):
             return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
@@ -222,17 +209,7 @@ def _product_seconds(found: Forecast) -> float:
     return seconds[-1] / (rows * size * size) * num_weights * found.tokens
 
 
-def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSample]:
-    """A sample of every task, of the mean length of the recipe's."""
-    length = (recipe.data.min_length + recipe.data.max_length) // 2
-    data = recipe.data.model_copy(update={"min_length": length, "max_length": length})
-    source = SampleSource(loaded.tokenizer, data, recipe.seed)
-    source.check()
-    return [source.draw(index) for index in range(len(data.tasks))]
-
-
 def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:
-    """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
     gradients = run.gradients
     windows = Windows(run.recipe.windows.sink_size, run.recipe.windows.recent_size)
     factors = ones(run.loaded.facts.mask_shape, device)
@@ -253,7 +230,6 @@ def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> flo
 
 
 def _render_seconds(seconds: float) -> str:
-    """A time as `1 h 24 min`, `18 min` or `4.2 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

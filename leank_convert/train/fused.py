@@ -8,7 +8,7 @@ Elsewhere plain torch does it in blocks of keys. Letters as in `attention`; N qu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,16 +35,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention by a fused kernel, or in plain torch; not differentiable by itself.
 
-    Args:
-        query: [B, H, N, D].
-        key: [B, H_kv, S, D]; in plain torch H_kv must be H.
-        value: The same.
-        scaling: The softmax scale.
-        is_causal: Query i sees keys up to i; only where a fused kernel takes the tensors.
-
-    Returns:
-        Output [B, H, N, D], in the query's dtype from a fused kernel and at least float32 from plain torch,
-        and log-sum-exp of the logits [B, H, N], at least float32.
+    Queries are [B, H, N, D], keys and values [B, H_kv, S, D]; in plain torch H_kv must be H. Causal, query i
+    sees keys up to i: only where a fused kernel takes the tensors. The output [B, H, N, D] is in the query's
+    dtype from a fused kernel and at least float32 from plain torch, the log-sum-exp of the logits [B, H, N]
+    at least float32.
     """
     kernel = fused_kernel(query, key, value, is_causal=is_causal)
     if kernel == "cudnn":
@@ -71,19 +65,10 @@ def query_gradient(
     *,
     scaling: float,
 ) -> Tensor:
-    """Gradient of a split attention for the queries of one part of its keys.
+    """Gradient of a split attention for the queries [B, H, N, D] of one part of its keys [B, H, S, D].
 
     With output and log-sum-exp of the WHOLE softmax, what a backward pass over some of the keys computes is
-    those keys' exact share of the gradient.
-
-    Args:
-        gradient: Of the whole output [B, H, N, D].
-        query: The part's queries [B, H, N, D].
-        key: The part's keys [B, H, S, D].
-        value: The same.
-        output: The whole softmax's [B, H, N, D].
-        lse: The whole softmax's [B, H, N]; infinite where the part is not seen.
-        scaling: The softmax scale.
+    those keys' exact share of the gradient. `lse` [B, H, N] is infinite where the part is not seen.
     """
     kernel = fused_kernel(query, key, value)
     if kernel is None:
@@ -98,44 +83,16 @@ def query_gradient(
         return result * scaling
     gradient, output = gradient.to(query.dtype), output.to(query.dtype)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    tensors, sizes = (gradient, query, key, value, output), (query.shape[2], key.shape[2])
+    operators: Any = torch.ops.aten
+    rest: tuple[Any, ...]
     if kernel == "cudnn":
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output,
-            lse[..., None],
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            num_queries,
-            num_keys,
-            0.0,
-            False,
-            scale=scaling,
-        )
+        backward = operators._scaled_dot_product_cudnn_attention_backward
+        rest = (lse[..., None], seed, seed, None, None, None, *sizes, 0.0, False)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output,
-            lse,
-            None,
-            None,
-            num_queries,
-            num_keys,
-            0.0,
-            False,
-            seed,
-            seed,
-            scale=scaling,
-        )
+        backward = operators._scaled_dot_product_flash_attention_backward
+        rest = (lse, None, None, *sizes, 0.0, False, seed, seed)
+    found = backward(*tensors, *rest, scale=scaling)
     gradient_of_query: Tensor = found[0]
     return gradient_of_query
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.files import parse_json, write_atomically
+from leank_convert.fields import Fields
+from leank_convert.files import read_json, write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
 
 GATES_NAME = "full_attention_heads.tsv"
@@ -33,26 +34,42 @@ _logger = logging.getLogger("leank_convert")
 
 
 def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
-    """Read the gates that a recipe names, with a warning if they were learned with larger windows.
+    """Read the gates that a recipe names, float32 [L, H_kv, 1]; warn if they are of larger windows.
 
-    Returns:
-        Float32 [L, H_kv, 1]. DuoAttention clamps gates to [0, 1] where it uses them, so its files may hold
-        numbers a little outside; here they are clamped already.
+    DuoAttention clamps gates to [0, 1] where it uses them, so its files may hold numbers a little outside;
+    here they are clamped already.
 
     Raises:
         LeanKError: If a file is not there, is not of that format, or does not fit the model.
     """
-    folder = Path(str(recipe.heads.pattern))
-    gates = _read_gates(folder / GATES_NAME)
+    folder, windows = Path(str(recipe.heads.pattern)), recipe.windows
+    path = folder / GATES_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+        gates = np.loadtxt(text.splitlines(), dtype=float, comments=None, delimiter="\t", ndmin=2)
+        if not np.isfinite(gates).all():
+            raise ValueError("a gate is not finite")
+    except (OSError, ValueError) as error:
+        # Of lines of unequal length, numpy goes on to name an argument of its own.
+        told = error.strerror if isinstance(error, OSError) else first_line(error).partition(";")[0]
+        raise _unreadable(path, told, "a line per layer, a number per KV head, separated by tabs") from error
     expected = facts.mask_shape[:2]
     if gates.shape != expected:
         raise LeanKError(
-            f"`{folder / GATES_NAME}` has gates of shape {list(gates.shape)}; the model needs "
-            f"{list(expected)} (layers, KV heads)",
+            f"`{path}` has gates of shape {list(gates.shape)}; the model needs {list(expected)} (layers, KV "
+            "heads)",
             hint="a pattern fits only the model it was made for; set `heads.pattern` to null to learn one",
         )
-    learned, windows = _read_config(folder / CONFIG_NAME), recipe.windows
-    for key, size in learned.items():
+    path = folder / CONFIG_NAME
+    try:
+        learned = Fields(read_json(path), CONFIG_NAME)
+        sizes = {key: learned.whole_number(key, 0, sys.maxsize) for key in ("sink_size", "recent_size")}
+    except LeanKError as error:
+        told = "a JSON object with `sink_size` and `recent_size`"
+        raise _unreadable(path, error.message, told) from error
+    for key, size in sizes.items():
         if size > getattr(windows, key):
             _logger.warning(
                 "`%s` was learned with `%s` %d, and `windows.%s` is %d: its heads see less than they did",
@@ -74,38 +91,7 @@ def save_pattern(gates: Tensor, windows: WindowsSection, folder: Path) -> None:
     write_atomically(folder / CONFIG_NAME, f"{json.dumps(sizes)}\n".encode())
 
 
-def _read_gates(path: Path) -> np.ndarray[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if not text.strip():
-            raise ValueError("it is empty")
-        gates = np.loadtxt(text.splitlines(), dtype=float, comments=None, delimiter="\t", ndmin=2)
-        if not np.isfinite(gates).all():
-            raise ValueError("a gate is not finite")
-    except (OSError, ValueError) as error:
-        # Of lines of unequal length, numpy goes on to name an argument of its own.
-        told = error if isinstance(error, OSError) else first_line(error).partition(";")[0]
-        raise _unreadable(path, told, "a line per layer, a number per KV head, separated by tabs") from error
-    return gates
-
-
-def _read_config(path: Path) -> dict[str, int]:
-    """`sink_size` and `recent_size`."""
-    try:
-        config = parse_json(path.read_bytes())
-        sizes = {key: config[key] for key in ("sink_size", "recent_size")}
-        for key, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ValueError(f"`{key}` is `{size}`, no number of tokens")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        missing = f"there is no key {error}" if isinstance(error, KeyError) else error
-        raise _unreadable(path, missing, "a JSON object with `sink_size` and `recent_size`") from error
-    return sizes
-
-
-def _unreadable(path: Path, error: Exception | str, expected: str) -> LeanKError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    told = first_line(reason) if isinstance(reason, Exception) else reason
+def _unreadable(path: Path, told: str | None, expected: str) -> LeanKError:
     return LeanKError(
         f"`{path}` of `heads.pattern` cannot be read: {told}",
         hint=f"a folder of DuoAttention's `attn_patterns/` is needed; this file of it holds {expected}",

@@ -52,17 +52,8 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
 class Gradients:
     """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
 
-    Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        facts: Its architecture.
-        longest: Tokens of the longest sample.
-        spread: Whether the model lies on several devices.
-        offload: Whether contexts wait in host memory.
-
-    Attributes:
-        captures: Whether there are graphs.
-        key_mean: What comes off all keys, float32 [L, H_kv, D] where the model is; None for nothing. Set
-            before the first sample, as graphs read it where it lies.
+    The model is loaded with `attention.ATTENTION_NAME`, and the longest sample has `longest` tokens. `spread`
+    says whether the model lies on several devices, `offload` whether contexts wait in host memory.
     """
 
     def __init__(
@@ -75,9 +66,12 @@ class Gradients:
         offload: bool = False,
     ) -> None:
         device = model.device
+        # Whether there are graphs.
         self.captures = not (device.type != "cuda" or spread or offload or _depends_on_padding(model))
         self._captures_context = self.captures and is_bound_by_host(model, longest)
         self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
+        # What comes off all keys, float32 [L, H_kv, D] where the model is; set before the first sample, as
+        # graphs read it where it lies.
         self.key_mean: Tensor | None = None
         self._room: StoredContext | None = None
         self._known: set[Sizes] = set()
@@ -91,9 +85,8 @@ class Gradients:
     def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
         """Add a sample's gradient, times a weight, to what the student is made of.
 
-        Returns:
-            The loss, a scalar without a graph, which would keep the context alive beside the next one; it
-            holds until the next call.
+        The loss that it returns is a scalar without a graph, which would keep the context alive beside the
+        next one; it holds until the next call.
         """
         found = self._launch(sample, student)
         if found is None:
@@ -112,7 +105,6 @@ class Gradients:
         return self._run(sample, student) if found is None else found[0]
 
     def _run(self, sample: TrainingSample, student: Student) -> Tensor:
-        """A sample's loss, by the passes as they are written."""
         if not self.captures:
             packed = pack_sample(sample)
             return distil(self._model, packed, student, key_mean=self.key_mean, offload=self._offload)

@@ -1,4 +1,4 @@
-"""Held-out check of a new mask, a few samples answered dense and pruned, and validation within training.
+"""Held-out check of a new mask: a few samples answered dense and pruned.
 
 What is judged is how many of the answers' tokens are the most likely ones, each given the right tokens
 before it: a model too small to write a long code without a slip, or one that begins in prose, still shows by
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -23,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank_convert.data import Question, SampleSource, TrainingSample
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
-from leank_convert.train.graphs import Gradients, is_bound_by_host
+from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
@@ -42,7 +40,6 @@ from leank_convert.windows import Windows
 
 # Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.
 _SEED_OFFSET = 1_000_000
-_VALIDATION_OFFSET = 500_000  # apart from training, and from what is held out in the end
 _ROWS_AT_ONCE = 64  # of logits
 # What is counted of a sample: a row of the tokens and answers there are, one of the dense model, one of each
 # student. Columns are the tokens and answers that are right, the loss (of the dense model the magnitude of
@@ -65,21 +62,13 @@ _JUMP = 100.0
 
 @dataclass(frozen=True)
 class Compared:
-    """One sample, answered by the dense model and by students.
+    """One sample, answered by the dense model and by students."""
 
-    Attributes:
-        owners: Whose answer a token belongs to, int64 [R].
-        dense: Which answer tokens the dense model predicts right, bool [R].
-        pruned: The same of each student.
-        distillation: Of each student, as training measures it.
-        magnitude: The mean square of the dense hidden states.
-    """
-
-    owners: Tensor
-    dense: Tensor
-    pruned: tuple[Tensor, ...]
-    distillation: tuple[float, ...]
-    magnitude: float
+    owners: Tensor  # whose answer a token belongs to, int64 [R]
+    dense: Tensor  # which answer tokens the dense model predicts right, bool [R]
+    pruned: tuple[Tensor, ...]  # the same of each student
+    distillation: tuple[float, ...]  # of each student, as training measures it
+    magnitude: float  # the mean square of the dense hidden states
 
 
 @torch.no_grad()
@@ -94,14 +83,10 @@ def compare_answers(
 ) -> Compared:
     """Answer a sample by a dense model and by students, all on one stored context.
 
-    Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        sample: Context and questions.
-        students: What else the answers are computed with.
-        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
-        offload: Keep the context's keys and values in host memory.
-        longest: Pad the sample as training does, its context to no more than this: what CUDA's libraries plan
-            for a size serves several then. None for no padding.
+    The model is loaded with `attention.ATTENTION_NAME`; students are what else the answers are computed with.
+    The mean of keys [L, H_kv, D], if one is given, comes off all keys, and `offload` keeps the context's keys
+    and values in host memory. With `longest`, the sample is padded as training does, its context to no more
+    than this: what CUDA's libraries plan for a size serves several then.
     """
     sample = _part_from_prefix(sample)
     packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))
@@ -183,28 +168,24 @@ def check_held_out(
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
     sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
-    with ExitStack() as stack:
-        bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
-        advance = stack.enter_context(bar)
-        ending = stack.enter_context(Interruption())
-        for start in range(0, num_contexts, ranks.num_ranks):
-            failure = None
-            try:
-                if ending.reason:
-                    raise LeanKError(
-                        f"{ending.reason} ended the check of held-out samples",
-                        hint="go on with it by `--resume`" if recipe.trains else None,
-                        exit_code=ending.exit_code,
-                    )
-                if start + ranks.rank < num_contexts:
-                    sums += _measure(loaded, recipe, source.draw(start + ranks.rank), students, key_mean)
-            except LeanKError as error:
-                failure = error
-            ranks.check(failure)
+    bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
+    with bar as advance, Interruption() as ending:
+
+        def measure(place: int) -> None:
+            if ending.reason:
+                raise LeanKError(
+                    f"{ending.reason} ended the check of held-out samples",
+                    hint="go on with it by `--resume`" if recipe.trains else None,
+                    exit_code=ending.exit_code,
+                )
+            sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
+
+        def show(count: int) -> None:
             num_tokens, *right = sums[:, 0].tolist()
-            dense_share, *shares = (f"{count / max(1.0, num_tokens):.1%}" for count in right)
-            figures = f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}"
-            advance(min(ranks.num_ranks, num_contexts - start), figures=figures)
+            dense_share, *shares = (f"{each / max(1.0, num_tokens):.1%}" for each in right)
+            advance(count, figures=f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}")
+
+        ranks.share(num_contexts, measure, show)
     counts, dense, *found = ranks.combine(sums).tolist()
     checked = {}
     for (ratio, mask), pruned in zip(masks.items(), found, strict=True):
@@ -263,10 +244,8 @@ def _measure(
         )
     losses = [found.magnitude, *found.distillation]
     if not all(map(math.isfinite, losses)):
-        raise LeanKError(
-            f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-            exit_code=1,
+        raise NotFiniteError(
+            f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite"
         )
     num_answers, dense = int(found.owners.max()) + 1, int(found.dense.sum())
     rows: list[list[float]] = [[len(found.owners), num_answers, 0, 0]]
@@ -332,37 +311,3 @@ def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
         "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
         "stages more steps"
     )
-
-
-class Validation:
-    """Contexts of a recipe's data with another seed, on which masks of stage 2 are compared.
-
-    Near a high ratio one channel block more or less may decide whether a model still retrieves, and stage 2
-    goes from one mask to another with every step: the last of them is as good as chance made it.
-    """
-
-    def __init__(self, recipe: Recipe, loaded: LoadedModel, gradients: Gradients, ranks: Ranks) -> None:
-        self._count = recipe.stage2.validation_contexts
-        self._source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _VALIDATION_OFFSET)
-        self._gradients = gradients
-        self._ranks = ranks
-
-    def loss(self, student: Student) -> float:
-        """The mean loss of a student.
-
-        Raises:
-            LeanKError: If memory does not suffice, or no sample can be drawn, on any rank.
-        """
-
-        def add_up() -> float:
-            with out_of_memory("a validation context", "lower `data.max_length`"):
-                return sum(self._gradients.loss(sample, student).item() for sample in self._samples)
-
-        (total,) = self._ranks.totals([self._ranks.on_all(add_up)])
-        return total / self._count
-
-    @cached_property
-    def _samples(self) -> list[TrainingSample]:
-        """This rank's."""
-        own = range(self._ranks.rank, self._count, self._ranks.num_ranks)
-        return [self._source.draw(index) for index in own]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import LoadedModel
@@ -29,23 +29,15 @@ _CONTEXT_SHARE = 100
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """What was measured, on the CPU.
+    """What was measured, on the CPU."""
 
-    Attributes:
-        mean: Of keys, over tokens, as a mask file holds it: float16 [L, H_kv, D].
-        lowest: The least key of each channel, float32 [L, H_kv, D].
-        highest: The greatest.
-        largest_value: The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
-        num_tokens: How many tokens were measured.
-        num_contexts: Of how many contexts.
-    """
-
-    mean: Tensor
-    lowest: Tensor
-    highest: Tensor
+    mean: Tensor  # of keys, over tokens, as a mask file holds it: float16 [L, H_kv, D]
+    lowest: Tensor  # the least key of each channel, float32 [L, H_kv, D]
+    highest: Tensor  # the greatest
+    # The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
     largest_value: Tensor
-    num_tokens: int
-    num_contexts: int
+    num_tokens: int  # how many tokens were measured
+    num_contexts: int  # of how many contexts
 
     def largest_key(self, mean: Tensor | None = None) -> Tensor:
         """The largest absolute key of each channel less a mean, float32 [L, H_kv, D]; None for no mean."""
@@ -81,20 +73,38 @@ def measure_keys(
             any rank.
     """
     ranks = ranks or Ranks(loaded.model.device)
-    shape, num_tokens, failure = loaded.facts.mask_shape, 0, None
-    sums, extremes = torch.zeros(shape, dtype=torch.float64), torch.full((3, *shape), float("-inf"))
+    shape, num_tokens = loaded.facts.mask_shape, 0
+    sums = torch.zeros(shape, dtype=torch.float64)
+    extremes = torch.full((3, *shape), float("-inf"))  # of keys, of negated keys, of absolute values
+
+    def measure(number: int) -> None:
+        nonlocal num_tokens
+        input_ids = samples.draw(number).prefix_ids
+        with out_of_memory(
+            f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
+            "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
+        ):
+            context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
+            for place, layer in enumerate(loaded.facts.layers):
+                keys, values = (kept[0] for kept in context.load(layer))
+                compute = torch.promote_types(keys.dtype, torch.float32)
+                if value_basis is not None:
+                    values = values.to(compute) @ value_basis[place].to(values.device, compute)
+                # In single precision, whose error is a thousandth of float16's. However keys were stored,
+                # they are laid out alike here: the order of a sum, and so its last bits, follows from that.
+                sums[place] += keys.contiguous().sum(1, dtype=compute).cpu().double()
+                lowest, highest = keys.aminmax(dim=1)
+                found = torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu()
+                extremes[:, place] = torch.maximum(extremes[:, place], found)
+                if not bool(found.isfinite().all()):
+                    raise NotFiniteError(
+                        f"keys or values of model `{loaded.name}` are not finite on a context of "
+                        f"{len(input_ids)} tokens"
+                    )
+        num_tokens += len(input_ids)
+
     with progress_bar(progress and ranks.is_first, "measuring keys", num_contexts) as advance:
-        for start in range(0, num_contexts, ranks.num_ranks):
-            try:
-                if failure is None and start + ranks.rank < num_contexts:
-                    input_ids = samples.draw(start + ranks.rank).prefix_ids
-                    found = _measure(loaded, input_ids, offload, value_basis)
-                    sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
-                    num_tokens += len(input_ids)
-            except LeanKError as error:
-                failure = error
-            advance(min(ranks.num_ranks, num_contexts - start))
-    ranks.check(failure)
+        ranks.share(num_contexts, measure, advance)
     num_tokens = int(ranks.totals([num_tokens])[0])
     mean = (ranks.combine(sums) / num_tokens).to(torch.float16)
     if not bool(mean.isfinite().all()):
@@ -106,35 +116,3 @@ def measure_keys(
         )
     highest, lowered, largest_value = ranks.combine(extremes, largest=True)
     return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens, num_contexts)
-
-
-def _measure(
-    loaded: LoadedModel, input_ids: Tensor, offload: bool, value_basis: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sums of a context's keys, float64 [L, H_kv, D], and the greatest, float32 [3, L, H_kv, D].
-
-    These are of keys, of negated keys and of absolute values.
-    """
-    sums, extremes = [], []
-    with out_of_memory(
-        f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
-        "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
-    ):
-        context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
-        for place, layer in enumerate(loaded.facts.layers):
-            keys, values = (kept[0] for kept in context.load(layer))
-            compute = torch.promote_types(keys.dtype, torch.float32)
-            if value_basis is not None:
-                values = values.to(compute) @ value_basis[place].to(values.device, compute)
-            # In single precision, whose error is a thousandth of float16's. However keys were stored, they
-            # are laid out alike here: the order of a sum, and so its last bits, follows from that.
-            sums.append(keys.contiguous().sum(1, dtype=compute).cpu().double())
-            lowest, highest = keys.aminmax(dim=1)
-            extremes.append(torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu())
-    if not all(bool(found.isfinite().all()) for found in extremes):
-        raise LeanKError(
-            f"keys or values of model `{loaded.name}` are not finite on a context of {len(input_ids)} tokens",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-            exit_code=1,
-        )
-    return torch.stack(sums), torch.stack(extremes, dim=1)

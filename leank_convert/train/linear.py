@@ -46,15 +46,10 @@ def carry_states(model: PreTrainedModel, leank_pass: ContextPass | FollowingPass
 
 @dataclass(frozen=True)
 class _Continued:
-    """Stands for transformers' cache, which would write over the state that the backward pass needs.
+    """Stands for transformers' cache, which would write over the state that the backward pass needs."""
 
-    Attributes:
-        conv_state: The convolution's last inputs [Q, channels, kernel].
-        recurrent_state: [Q, heads, key channels, value channels].
-    """
-
-    conv_state: Tensor
-    recurrent_state: Tensor
+    conv_state: Tensor  # the convolution's last inputs [Q, channels, kernel]
+    recurrent_state: Tensor  # [Q, heads, key channels, value channels]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.conv_state

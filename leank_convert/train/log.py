@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json_lines, write_atomically
 from leank_convert.held_out import HeldOut
-from leank_convert.progress import Advance, progress_bar
+from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 
 LOG_NAME = "log.jsonl"
@@ -31,43 +31,26 @@ _logger = logging.getLogger("leank_convert")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of log.jsonl; null where a value does not exist.
+    """One line of log.jsonl; null where a value does not exist."""
 
-    Attributes:
-        step: Steps done, over all stages.
-        stage: 1 or 2; 0 where gates of heads are learned.
-        pruning_ratio_asked: Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
-        task: Of this rank's samples; several as `retrieval+multi_value`.
-        num_tokens: What the model computed in this step, over all its contexts and ranks.
-        num_answer_tokens: Answer tokens of the same.
-        learning_rate: Of this step.
-        distillation: Mean squared difference of hidden states.
-        mean_factor: Mean scaling factor, or gate where those are learned, before the step; the L1 term
-            without its weight.
-        pruning_ratio: Stage 2: the ratio that the mask after this step reaches.
-        empty_heads: Stage 2: heads that do not see the middle after this step.
-        heads_leaving: Stage 2: `layer.head` of those that lost their last channels in this step.
-        heads_entering: Stage 2: `layer.head` of those that got channels back in this step.
-        seconds: Wall time of the step, samples included.
-        gpu_bytes: The most that was allocated at once on this rank's GPU in this step.
-        validation: Stage 2, where masks are compared: the mean loss of the mask after this step.
-    """
-
-    step: int
-    stage: int
+    step: int  # steps done, over all stages
+    stage: int  # 1 or 2; 0 where gates of heads are learned
+    # Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
     pruning_ratio_asked: float | None
-    task: str
-    num_tokens: int
-    num_answer_tokens: int
-    learning_rate: float
-    distillation: float
+    task: str  # of this rank's samples; several as `retrieval+multi_value`
+    num_tokens: int  # what the model computed in this step, over all its contexts and ranks
+    num_answer_tokens: int  # answer tokens of the same
+    learning_rate: float  # of this step
+    distillation: float  # mean squared difference of hidden states
+    # Mean scaling factor, or gate where those are learned, before the step; the L1 term without its weight.
     mean_factor: float
-    pruning_ratio: float | None
-    empty_heads: int | None
-    heads_leaving: str
-    heads_entering: str
-    seconds: float
-    gpu_bytes: int | None
+    pruning_ratio: float | None  # stage 2: the ratio that the mask after this step reaches
+    empty_heads: int | None  # stage 2: heads that do not see the middle after this step
+    heads_leaving: str  # stage 2: `layer.head` of those that lost their last channels in this step
+    heads_entering: str  # stage 2: `layer.head` of those that got channels back in this step
+    seconds: float  # wall time of the step, samples included
+    gpu_bytes: int | None  # the most that was allocated at once on this rank's GPU in this step
+    # Stage 2, where masks are compared: the mean loss of the mask after this step.
     validation: float | None = None
 
 
@@ -88,83 +71,29 @@ _TRACKED = (
 class TrainingLog:
     """Writes each step's record; a context manager, on one rank alone.
 
-    Lines and events beyond the step that a run resumes from are dropped: those steps are run again. W&B keeps
-    what it has and ignores them, which is the same, for they come out the same.
-
-    Args:
-        folder: The training directory.
-        recipe: Its trackers are used, and W&B is given its settings.
-        num_steps: Steps of all stages.
-        start: The step the run starts or resumes from.
-        progress: Whether to draw a progress bar to stderr.
+    Lines and events beyond the step that a run resumes from, `start`, are dropped: those steps are run again.
+    W&B keeps what it has and ignores them, which is the same, for they come out the same.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, num_steps: int, start: int, progress: bool) -> None:
-        self._folder = folder
         self._recipe = recipe
-        self._start = start
-        self._tokens = 0
-        self._seconds = 0.0
-        self._trackers: list[Callable[..., None]] = []
-        self._stack = ExitStack()
-        self._num_steps = num_steps
-        self._shown = progress
-        self._advance: Advance
-
-    def __enter__(self) -> TrainingLog:
-        start = {"tensorboard": self._start_tensorboard, "wandb": self._start_wandb}
+        self._tokens, self._seconds = 0, 0.0
+        path, trackers = folder / LOG_NAME, {"tensorboard": _start_tensorboard, "wandb": _start_wandb}
         # What is open already is closed again if a tracker does not start.
         with ExitStack() as stack:
-            path = self._folder / LOG_NAME
-            kept = [record for record in read_log(path) if record.step <= self._start]
-            write_atomically(path, map(_to_line, kept))
+            write_atomically(path, [_to_line(record) for record in read_log(path) if record.step <= start])
             self._file = stack.enter_context(path.open("ab"))
-            self._trackers = [start[name](stack) for name in self._recipe.trackers]
+            self._trackers = [trackers[name](stack, folder, recipe, start) for name in recipe.trackers]
             self._advance = stack.enter_context(
-                progress_bar(self._shown, "training", self._num_steps, done=self._start, stays=True)
+                progress_bar(progress, "training", num_steps, done=start, stays=True)
             )
             self._stack = stack.pop_all()
+
+    def __enter__(self) -> TrainingLog:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-    def _start_tensorboard(self, stack: ExitStack) -> Callable[..., None]:
-        try:  # here, as it takes a while to import
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            _logger.info("TensorBoard is not installed, so there are no events: %s has all figures", LOG_NAME)
-            return lambda values, step: None
-        events: Any = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._start + 1)
-        stack.enter_context(events)
-
-        def track(values: Mapping[str, float], step: int) -> None:
-            for name, value in values.items():
-                events.add_scalar(name, value, step)
-            events.flush()
-
-        return track
-
-    def _start_wandb(self, stack: ExitStack) -> Callable[..., None]:
-        known = self._folder / "wandb_run_id"
-        try:
-            run = import_module("wandb").init(
-                project=os.environ.get("WANDB_PROJECT", "leank"),
-                name=self._folder.resolve().parent.name,
-                dir=str(self._folder),
-                id=known.read_text().strip() if known.exists() else None,
-                resume="allow",
-                config=self._recipe.model_dump(mode="json"),
-            )
-        except Exception as error:  # W&B has errors of its own, which need not be importable here
-            raise LeanKError(
-                f"W&B cannot be started: {first_line(error)}",
-                hint="`wandb login`, set `WANDB_MODE=offline`, or drop `wandb` from the recipe's `trackers`",
-            ) from error
-        stack.push(lambda kind, *_: run.finish(exit_code=0 if kind is None else 1))
-        write_atomically(known, f"{run.id}\n".encode())
-        track: Callable[..., None] = run.log
-        return track
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
@@ -188,6 +117,45 @@ class TrainingLog:
         os.fsync(self._file.fileno())
 
 
+def _start_tensorboard(stack: ExitStack, folder: Path, recipe: Recipe, start: int) -> Callable[..., None]:
+    try:  # here, as it takes a while to import
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _logger.info("TensorBoard is not installed, so there are no events: %s has all figures", LOG_NAME)
+        return lambda values, step: None
+    events: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+    stack.enter_context(events)
+
+    def track(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            events.add_scalar(name, value, step)
+        events.flush()
+
+    return track
+
+
+def _start_wandb(stack: ExitStack, folder: Path, recipe: Recipe, start: int) -> Callable[..., None]:
+    known = folder / "wandb_run_id"
+    try:
+        run = import_module("wandb").init(
+            project=os.environ.get("WANDB_PROJECT", "leank"),
+            name=folder.resolve().parent.name,
+            dir=str(folder),
+            id=known.read_text().strip() if known.exists() else None,
+            resume="allow",
+            config=recipe.model_dump(mode="json"),
+        )
+    except Exception as error:  # W&B has errors of its own, which need not be importable here
+        raise LeanKError(
+            f"W&B cannot be started: {first_line(error)}",
+            hint="`wandb login`, set `WANDB_MODE=offline`, or drop `wandb` from the recipe's `trackers`",
+        ) from error
+    stack.push(lambda kind, *_: run.finish(exit_code=0 if kind is None else 1))
+    write_atomically(known, f"{run.id}\n".encode())
+    track: Callable[..., None] = run.log
+    return track
+
+
 def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:
     """Add to a finished run's log how held-out samples were answered, a line for each asked ratio."""
     with path.open("ab") as file:
@@ -197,7 +165,6 @@ def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:
 
 
 def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
-    """What the progress bar says of a step."""
     reached = record.pruning_ratio
     parts = [
         f"distillation {record.distillation:.2e}",

@@ -18,8 +18,7 @@ from leank_convert.recipe_problems import check_training
 from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import LOG_NAME, TrainingLog, read_log
-from leank_convert.train.model import find_model, load_model
-from leank_convert.train.passes import check_layers
+from leank_convert.train.model import find_trainable, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import count_largest
@@ -30,7 +29,6 @@ from leank_convert.train.state import (
     load_state,
     save_state,
 )
-from leank_convert.value_weights import check_foldable
 
 _logger = logging.getLogger("leank_convert")
 
@@ -44,20 +42,23 @@ def train(
     *,
     progress: bool = True,
 ) -> Run:
-    """Do all steps of a recipe that trains, or all that are left.
+    """Do all steps of a recipe that trains, or all that are left of a `saved` state; return the run, done.
 
-    Args:
-        model: As for `methods.make.train_masks`, whose errors are raised.
-        recipe: What to train.
-        directory: Where log, events and state go, which the first rank writes.
-        ranks: The processes that share the samples of a step.
-        saved: The state to go on from, as `prepare` gives it.
-        progress: Whether to draw a progress bar to stderr.
-
-    Returns:
-        The run, which is done.
+    Log, events and state go to the directory, by the first rank. Errors are those of
+    `methods.make.train_masks`.
     """
-    run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
+
+    def set_up() -> tuple[Run, SampleSource]:
+        files = find_trainable(model, recipe)
+        loaded = load_model(files, recipe, ranks.device)
+        samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+        samples.check()
+        run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))
+        if saved is not None:
+            run.restore(saved, directory.state)
+        return run, samples
+
+    run, samples = ranks.on_all(set_up)
     if not run.is_done:
         ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
     run.centre_keys(samples, progress=progress)
@@ -125,28 +126,7 @@ def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
             )
 
 
-def _set_up(
-    model: str | Path,
-    recipe: Recipe,
-    ranks: Ranks,
-    saved: TrainingState | None,
-    directory: TrainingDirectory,
-) -> tuple[Run, SampleSource]:
-    files = find_model(model, recipe)
-    check_layers(files.facts, files.name)
-    if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
-    loaded = load_model(files, recipe, ranks.device)
-    samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
-    samples.check()
-    run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))
-    if saved is not None:
-        run.restore(saved, directory.state)
-    return run, samples
-
-
 def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:
-    """Do all steps that are left; the first rank keeps log and state."""
     ranks, num_steps = run.ranks, run.schedule.num_steps
     log = None
     with ExitStack() as stack:
@@ -178,7 +158,9 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
                 raise
             if log is not None:
                 log.write(record)
-            if run.step % run.recipe.save_every == 0 or run.schedule.ends_phase(run.step):
+            if run.step % run.recipe.save_every == 0 or any(
+                phase.stop == run.step for phase in run.schedule.phases
+            ):
                 save()
         if not run.is_done:
             save()
@@ -221,28 +203,24 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
             "no head keeps a channel: only sink and recent window are seen; lower `pruning_ratio`"
         )
         return
+    chosen = []
     if gates is not None and "gates" in recipe.trains:
         heads = int(mask.channel_mask.any(-1).sum())
         if not recipe.method_row.whole_heads:
             heads = round((1 - recipe.heads.pruning_ratio) * gates.numel())
-        _warn_if_tied("heads", "gate", gates, heads, "heads.l1_weight", recipe.heads.l1_weight)
+        chosen.append((gates, heads, "heads", "gate", "heads", recipe.heads.l1_weight))
     if mask.scaling_factors is not None:
         weight = recipe.stage1.l1_weight
-        _warn_if_tied("channels", "factor", mask.scaling_factors, kept, "stage1.l1_weight", weight)
-
-
-def _warn_if_tied(what: str, name: str, learned: Tensor, kept: int, key: str, weight: float) -> None:
-    """Warn if more end with the largest value than are kept."""
-    tied = count_largest(learned)
-    if tied > kept:
-        _logger.warning(
-            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; "
-            "`%s` %s %g tells them apart",
-            tied,
-            what,
-            name,
-            kept,
-            key,
-            "above" if learned.max() > 0 else "below",
-            weight,
-        )
+        chosen.append((mask.scaling_factors, kept, "channels", "factor", "stage1", weight))
+    for learned, number, what, name, section, weight in chosen:
+        if (tied := count_largest(learned)) > number:
+            apart = f"`{section}.l1_weight` {'above' if learned.max() > 0 else 'below'} {weight:g}"
+            _logger.warning(
+                "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their "
+                "order; %s tells them apart",
+                tied,
+                what,
+                name,
+                number,
+                apart,
+            )

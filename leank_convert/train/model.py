@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint, open_checkpoint
@@ -29,24 +24,18 @@ from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import is_bound_by_host
-from leank_convert.train.passes import BLOCK_SIZE
+from leank_convert.train.passes import BLOCK_SIZE, check_layers
+from leank_convert.value_weights import check_foldable
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model before its weights are loaded.
+    """A model before its weights are loaded."""
 
-    Attributes:
-        name: What the user called it.
-        checkpoint: Its files, with their headers.
-        facts: Its architecture, overrides applied.
-        config: Its config.json, overrides applied.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    facts: ModelFacts
-    config: Mapping[str, Any]
+    name: str  # what the user called it
+    checkpoint: Checkpoint  # its files, with their headers
+    facts: ModelFacts  # its architecture, overrides applied
+    config: Mapping[str, Any]  # its config.json, overrides applied
 
     @property
     def positions(self) -> int:
@@ -56,17 +45,11 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class LoadedModel(ModelFiles):
-    """A model made ready for training.
+    """A model made ready for training."""
 
-    Attributes:
-        model: Frozen, in eval mode, with training's attention.
-        tokenizer: Its tokenizer.
-        weights_digest: Tells its weights from others of the same shapes.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    weights_digest: str
+    model: PreTrainedModel  # frozen, in eval mode, with training's attention
+    tokenizer: PreTrainedTokenizerBase  # its tokenizer
+    weights_digest: str  # tells its weights from others of the same shapes
 
 
 def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
@@ -87,12 +70,22 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
     return files
 
 
-def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
-    """Find a model, as `find_model` does, whatever its recipe's lengths are.
+def find_trainable(model: str | Path, recipe: Recipe) -> ModelFiles:
+    """Find a model, as `find_model` does, whose layers and V are such that a recipe can make its mask.
 
     Raises:
-        LeanKError: As `find_model`.
+        LeanKError: As `find_model`; also if transformers is too old for its layers, or V cannot be pruned.
     """
+    files = find_model(model, recipe)
+    if recipe.trains or recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
+        check_layers(files.facts, files.name)
+    if recipe.value_pruning_ratio:
+        check_foldable(files.checkpoint, files.facts)
+    return files
+
+
+def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
+    """Find a model, as `find_model` does, whatever its recipe's lengths are; raises as `find_model`."""
     checkpoint = open_checkpoint(resolve_model(model))
     warn_of_images(checkpoint.folder)
     config = apply_config_overrides(checkpoint.config, section.config_overrides)
@@ -101,12 +94,11 @@ def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
 
 
 def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Count what a GPU has to hold in training, by the model's headers, and what it can.
+    """Count what each GPU has to hold in training, by the model's headers, and what it can, in bytes.
 
-    Returns:
-        Bytes on each GPU: `weights`; `context`, the longest context's keys and values; `working`, a layer's
-        computation, as estimated; `total` of these; `capacity`, and whether it `fits`, both None on a device
-        that is no GPU and not judged.
+    `weights`; `context`, the longest context's keys and values; `working`, a layer's computation, as
+    estimated; `total` of these; `capacity`, and whether it `fits`, both None on a device that is no GPU and
+    not judged.
     """
     facts = files.facts
     tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]

@@ -21,33 +21,22 @@ _NOBODY = -1  # whose padding is
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a packed sample takes, padding included.
+    """What a packed sample takes, padding included."""
 
-    Attributes:
-        context: Tokens of the context.
-        questions: Tokens of all questions.
-        answers: Tokens of all answers.
-        least_context: No sample of this size has a shorter context; `context` where none is padded.
-    """
-
-    context: int
-    questions: int
-    answers: int
-    least_context: int
+    context: int  # tokens of the context
+    questions: int  # tokens of all questions
+    answers: int  # tokens of all answers
+    least_context: int  # no sample of this size has a shorter context; `context` where none is padded
 
 
 @dataclass(frozen=True)
 class PackedSample:
-    """A sample as one row of integers, which can be moved to its place in one piece.
+    """A sample as one row of integers, which can be moved to its place in one piece."""
 
-    Attributes:
-        row: Context ids [P], ids, positions and owners of what follows [T] each, and how many context tokens
-            are real: int64 [P + 3T + 1].
-        sizes: Where in it what is.
-    """
-
+    # Context ids [P], ids, positions and owners of what follows [T] each, and how many context tokens are
+    # real: int64 [P + 3T + 1].
     row: Tensor
-    sizes: Sizes
+    sizes: Sizes  # where in it what is
 
     @property
     def context_ids(self) -> Tensor:
@@ -90,15 +79,10 @@ class PackedSample:
 
 @dataclass(frozen=True)
 class Rows:
-    """The T tokens that follow a context as Q rows, each a question and then its answer.
+    """The T tokens that follow a context as Q rows, each a question and then its answer."""
 
-    Attributes:
-        tokens: Which of them stands where, int64 [Q, S]; T where none does.
-        places: Where the last N of them stand, int64 [N], counted over all rows.
-    """
-
-    tokens: Tensor
-    places: Tensor
+    tokens: Tensor  # which of them stands where, int64 [Q, S]; T where none does
+    places: Tensor  # where the last N of them stand, int64 [N], counted over all rows
 
 
 def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
@@ -143,10 +127,7 @@ def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSam
 def padded_sizes(sample: TrainingSample, longest: int, steps_per_octave: int = 4) -> Sizes:
     """The sizes that a sample is padded to, of which there are few whatever the samples' lengths.
 
-    Args:
-        sample: Context and questions.
-        longest: No context is padded beyond; at least as long as the sample's.
-        steps_per_octave: Sizes of contexts between two powers of two; with more, less is padded.
+    No context is padded beyond `longest`. With more steps between two powers of two, less is padded.
     """
     num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
     num_questions = sample.num_tokens - num_context - num_answers

@@ -34,14 +34,8 @@ def distil(
     """Loss of a sample, a scalar: the mean over its questions of the paper's, without the penalty.
 
     The context is run once, dense; every question sees it and its own tokens alone. A sample on the CPU is
-    taken to the model without waiting for it: while the context runs there, what follows is launched.
-
-    Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`, frozen.
-        packed: Context and questions.
-        student: What the answers are computed with.
-        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
-        offload: Keep the context's keys and values in host memory.
+    taken to the model, frozen and loaded with `ATTENTION_NAME`, without waiting for it: while the context
+    runs there, what follows is launched. Keys are taken less a mean [L, H_kv, D], if one is given.
     """
     room = StoredContext(packed.sizes.context, offload, key_mean=key_mean)
     context = run_context_pass(model, packed.context_ids, room)
@@ -66,16 +60,11 @@ def run_context_pass(
     context: StoredContext | None = None,
     observe: Observer | None = None,
 ) -> StoredContext:
-    """Run the dense model over a context and keep every layer's keys and values, or its state.
+    """Run the dense model over a context [P] and keep every layer's keys and values, or its state.
 
     Context queries are dense in training as in deployment, so what is kept does not depend on the scaling
     factors and serves every question. No hidden state is kept and the language-modelling head is not run.
-
-    Args:
-        model: As in `distil`.
-        input_ids: The context [P].
-        context: Where they are kept, and what comes off the keys; None for one of its own, and nothing.
-        observe: Looks on at every layer with full attention; None for nothing.
+    Where they are kept says what comes off the keys; `observe` looks on at every layer with full attention.
     """
     num_tokens = len(input_ids)
     context = context or StoredContext(num_tokens)
@@ -94,8 +83,7 @@ def run_context_pass(
 def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedSample) -> Tensor:
     """Run the dense model over questions and answers; the context takes the questions' keys and values.
 
-    Returns:
-        Final-norm hidden states of all these tokens [T, hidden_size]; those of answers are the teacher.
+    The final-norm hidden states of all these tokens [T, hidden_size] have the teacher's at those of answers.
     """
     return _follow(model, context, packed, len(packed.input_ids), None)
 
@@ -103,11 +91,7 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
 def run_answer_pass(
     model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
 ) -> Tensor:
-    """Run a student's answers alone against what is stored, with gradient.
-
-    Returns:
-        Final-norm hidden states of the answer tokens [R, hidden_size].
-    """
+    """Run a student's answers alone, with gradient: final-norm hidden states [R, hidden_size]."""
     return _follow(model, context, packed, packed.sizes.answers, student)
 
 
@@ -161,10 +145,7 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _run(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    positions: Tensor,
-    leank_pass: ContextPass | FollowingPass,
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, leank_pass: ContextPass | FollowingPass
 ) -> Tensor:
     """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
     ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))

@@ -24,17 +24,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process's view of all of them.
+    """One process's view of all of them."""
 
-    Attributes:
-        device: Where this one computes.
-        rank: Which it is, from 0.
-        num_ranks: How many there are.
-    """
-
-    device: torch.device
-    rank: int = 0
-    num_ranks: int = 1
+    device: torch.device  # where this one computes
+    rank: int = 0  # which it is, from 0
+    num_ranks: int = 1  # how many there are
 
     @property
     def is_first(self) -> bool:
@@ -82,11 +76,7 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def on_all(self, function: Callable[[], _T]) -> _T:
-        """What a function returns on this rank, once it has returned on all of them.
-
-        Raises:
-            LeanKError: As `check`, what the function raised on any rank.
-        """
+        """What a function returns on this rank, once it has on all of them; raises as `check`."""
         returned: list[_T] = []
         error = None
         try:
@@ -95,6 +85,22 @@ class Ranks:
             error = found
         self.check(error)
         return returned[0]
+
+    def share(self, count: int, work: Callable[[int], None], advance: Callable[[int], None]) -> None:
+        """Do pieces of work by their numbers, each on one rank, and `advance` by as many as all have done.
+
+        Raises:
+            LeanKError: As `check`, what stopped the work of a rank, before more of it is begun.
+        """
+        for start in range(0, count, self.num_ranks):
+            failure = None
+            try:
+                if start + self.rank < count:
+                    work(start + self.rank)
+            except LeanKError as error:
+                failure = error
+            self.check(failure)
+            advance(min(self.num_ranks, count - start))
 
     def check(self, error: LeanKError | None) -> None:
         """Go on only if no rank has met an error.
@@ -124,11 +130,9 @@ class Ranks:
 def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     """Find the other processes of this run, if a launcher started several; leave them when done.
 
-    Args:
-        device: Where to compute. With several processes its index is the launcher's to choose.
-
     Raises:
-        LeanKError: If the device cannot be used, or one of several processes is given one by its index.
+        LeanKError: If the device cannot be used, or one of several processes is given one by its index, which
+            is the launcher's to choose.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
-from leank_convert.train.held_out import Validation
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel, ModelFiles
@@ -33,15 +33,14 @@ from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
 
+# Added to the recipe's seed: apart from training, and from what is held out in the end.
+_VALIDATION_OFFSET = 500_000
+
 _logger = logging.getLogger("leank_convert")
 
 
 class Run:
-    """A run between two steps, on one of the processes that share a step's samples.
-
-    Attributes:
-        gradients: What computes losses and their gradients.
-    """
+    """A run between two steps, on one of the processes that share a step's samples."""
 
     def __init__(
         self, recipe: Recipe, loaded: LoadedModel, ranks: Ranks, fingerprint: dict[str, str]
@@ -57,7 +56,7 @@ class Run:
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
         if recipe.method_row.has_gates:  # how many heads are left does not depend on which
-            every_gate = ones(self._gates_shape, ranks.device)
+            every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
             self._choose_retrieval_heads(every_gate)
             if "gates" in recipe.trains:
                 self._state.scaling_factors = every_gate
@@ -71,9 +70,6 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
-        self._validation = None
-        if recipe.stage2.validation_contexts:
-            self._validation = Validation(recipe, loaded, self.gradients, ranks)
 
     @property
     def step(self) -> int:
@@ -98,11 +94,7 @@ class Run:
         return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
 
     def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
-        """Measure the mean of keys, unless the recipe leaves them as they are, or a saved state brought it.
-
-        Raises:
-            LeanKError: As `key_mean.measure_keys`.
-        """
+        """Measure the mean of keys, if it is asked for and not known yet; raises as `measure_keys`."""
         if not self.recipe.key_mean or self._state.key_mean is not None:
             return
         measured = measure_keys(
@@ -121,11 +113,7 @@ class Run:
         )
 
     def measure_values(self, samples: SampleSource, *, progress: bool) -> bool:
-        """Measure the basis of V of a run that is done; return whether that was left to do.
-
-        Raises:
-            LeanKError: As `value_basis.measure_values`.
-        """
+        """Measure a done run's basis of V, raising as the function; return if that was left to do."""
         if not self.recipe.value_pruning_ratio or self._state.values is not None:
             return False
         measured = measure_values(
@@ -140,11 +128,7 @@ class Run:
         return True
 
     def restore(self, state: TrainingState, path: Path) -> None:
-        """Go on from a saved state.
-
-        Raises:
-            LeanKError: If it belongs to another run, or one that imported other gates.
-        """
+        """Go on from a saved state; LeanKError if it is another run's, or has other gates."""
         check_same_run(state.fingerprint, self._state.fingerprint, path)
         imported, device = self._state.gates, self.ranks.device
         if state.gates is not None:
@@ -260,10 +244,6 @@ class Run:
     def _factors(self) -> Tensor:
         return self._state.scaling_factors
 
-    @property
-    def _gates_shape(self) -> tuple[int, ...]:
-        return *self.loaded.facts.mask_shape[:2], 1
-
     def _new_optimizer(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
 
@@ -315,15 +295,34 @@ class Run:
         self._compare(phase)
 
     def _compare(self, phase: Phase) -> float | None:
-        """Mean loss of the mask on validation contexts, if there are any; the best factors are kept."""
-        if self._validation is None:
+        if not self.recipe.stage2.validation_contexts:
             return None
-        loss = self._validation.loss(self._student(phase))
+        loss = self._validate(self._student(phase))
         if math.isnan(loss):  # float16 overflowed: worse than any
             loss = math.inf
         if self._state.best is None or loss < self._state.best[0]:
             self._state.best = loss, self._factors.detach().clone()
         return loss
+
+    def _validate(self, student: Student) -> float:
+        """The mean loss of a student on contexts of another seed, shared by the ranks.
+
+        Near a high ratio one channel block more or less may decide whether a model still retrieves, and stage
+        2 goes from one mask to another with every step: the last of them is as good as chance made it.
+        """
+
+        def add_up() -> float:
+            with out_of_memory("a validation context", "lower `data.max_length`"):
+                return sum(self.gradients.loss(sample, student).item() for sample in self._validation)
+
+        (total,) = self.ranks.totals([self.ranks.on_all(add_up)])
+        return total / self.recipe.stage2.validation_contexts
+
+    @cached_property
+    def _validation(self) -> list[TrainingSample]:
+        seed, count = self.recipe.seed + _VALIDATION_OFFSET, self.recipe.stage2.validation_contexts
+        source = SampleSource(self.loaded.tokenizer, self.recipe.data, seed)
+        return [source.draw(index) for index in range(self.ranks.rank, count, self.ranks.num_ranks)]
 
     def _end(self, phase: Phase) -> None:
         state, learned = self._state, self._factors.detach().clone()
@@ -406,6 +405,7 @@ def build_mask(
     values: ValueBasis | None = None,
 ) -> ChannelMask:
     """The mask of one of a recipe's ratios, with where it comes from."""
+    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
     provenance = MaskProvenance.for_model(
         model_name(files.name),
         files.facts,
@@ -413,7 +413,7 @@ def build_mask(
         **recipe.windows.model_dump(),
         pruning_ratio_asked=pruning_ratio,
         width_multiple=recipe.width_unit(files.facts.head_dim),
-        recipe=hide_local_paths(recipe.text, recipe.paths),
+        recipe=hide_local_paths(recipe.text, paths),
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )

@@ -43,10 +43,8 @@ def straight_through(scaling_factors: Tensor, channel_mask: Tensor) -> Tensor:
 def distillation_loss(teacher: Tensor, student: Tensor, owners: Tensor) -> Tensor:
     """Mean over questions of the mean over tokens and hidden dims of the squared difference, in float32.
 
-    Args:
-        teacher: Final-norm hidden states of the dense model at the answer tokens [R, hidden_size].
-        student: Those of the pruned model, same shape.
-        owners: Which question each token answers [R], counted from 0, none left out; -1 for padding.
+    Final-norm hidden states are [R, hidden_size]; `owners` [R] say which question each token answers, counted
+    from 0, none left out; -1 for padding.
     """
     by_token = (teacher.float() - student.float()).square().mean(-1)
     counts = (owners[:, None] == owners).sum(-1) * (owners.max() + 1)  # as no `bincount`, without waiting

@@ -11,26 +11,17 @@ from leank_convert.train.scaling import learning_rate_factor
 
 @dataclass(frozen=True)
 class Phase:
-    """One stage of a run, for stage 2 with the ratio it is for.
+    """One stage of a run, for stage 2 with the ratio it is for."""
 
-    Attributes:
-        stage: 1 or 2; 0 where gates of heads are learned.
-        pruning_ratio: What stage 2 prunes to; None before it.
-        start: Steps of the run before it.
-        steps: Steps of its own, one or more.
-        first_draw: Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so
-            that a mask does not depend on what other ratios were asked for with it.
-        peak_learning_rate: The rate of its middle steps.
-        l1_weight: What the penalty is multiplied by.
-    """
-
-    stage: int
-    pruning_ratio: float | None
-    start: int
-    steps: int
+    stage: int  # 1 or 2; 0 where gates of heads are learned
+    pruning_ratio: float | None  # what stage 2 prunes to; None before it
+    start: int  # steps of the run before it
+    steps: int  # steps of its own, one or more
+    # Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so that a mask
+    # does not depend on what other ratios were asked for with it.
     first_draw: int
-    peak_learning_rate: float
-    l1_weight: float
+    peak_learning_rate: float  # the rate of its middle steps
+    l1_weight: float  # what the penalty is multiplied by
 
     @property
     def name(self) -> str:
@@ -51,19 +42,9 @@ class Phase:
         done = step - self.start
         return 10 * done // self.steps > 10 * (done - 1) // self.steps
 
-    def draw(self, step: int) -> int:
-        """Which of the data's steps a step of the run takes."""
-        return self.first_draw + step - self.start
-
 
 class Schedule:
-    """All phases of a recipe that have steps.
-
-    Attributes:
-        phases: In the order they run.
-        num_steps: Steps of all of them.
-        num_comparisons: How often masks are tried on validation contexts, where there are any.
-    """
+    """All phases of a recipe that have steps."""
 
     def __init__(self, recipe: Recipe) -> None:
         heads, stage1, stage2 = recipe.heads, recipe.stage1, recipe.stage2
@@ -80,8 +61,9 @@ class Schedule:
             for ratio in recipe.pruning_ratios:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps
-        self.phases = tuple(phase for phase in phases if phase.steps)
+        self.phases = tuple(phase for phase in phases if phase.steps)  # in the order they run
         self.num_steps = stop
+        # How often masks are tried on validation contexts, where there are any.
         self.num_comparisons = sum(
             1 + sum(phase.ends_tenth(step) for step in range(phase.start + 1, phase.stop + 1))
             for phase in self.phases
@@ -93,12 +75,9 @@ class Schedule:
         """The phase that a step of the run lies in."""
         return next(phase for phase in self.phases if step < phase.stop)
 
-    def ends_phase(self, step: int) -> bool:
-        """Whether a phase is over when so many steps are done."""
-        return any(phase.stop == step for phase in self.phases)
-
     def sample_indices(self, start: int, rank: int = 0, num_ranks: int = 1) -> Iterator[int]:
         """Which samples one of several ranks takes from a step of the run on, in order."""
         for step in range(start, self.num_steps):
-            draw = self.phase(step).draw(step)
+            phase = self.phase(step)
+            draw = phase.first_draw + step - phase.start
             yield from range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks)

@@ -26,31 +26,24 @@ def select_channels(
     max_width: int | None = None,
     budget: Literal["uniform", "global"] = "global",
 ) -> Tensor:
-    """Choose the channels to keep.
+    """Choose the channels to keep, bool [L, H_kv, D], True where kept.
 
-    `nearest` is the paper's: the best channels of the whole model are counted per head, and each head's
-    count is rounded to the nearest multiple (halves up), so the ratio that is reached lies near the asked
-    one on either side. `budget` hands out whole multiples instead, best first by the sum of their factors,
-    and stops before the reached ratio would fall below the asked one.
+    Scaling factors [L, H_kv, D], or any other score that is higher for a better channel, rank them. Of all
+    channels a fraction of `pruning_ratio`, in [0, 1), is removed, and every head keeps a multiple of
+    `width_multiple` channels, from none to the largest one in D and in `max_width`, which is D if None.
+
+    `nearest` is the paper's: the best channels of the whole model are counted per head, and each head's count
+    is rounded to the nearest multiple (halves up), so the ratio that is reached lies near the asked one on
+    either side. `budget` hands out whole multiples instead, best first by the sum of their factors, and stops
+    before the reached ratio would fall below the asked one.
 
     Under `max_width`, `nearest` cuts the heads above it, so more may be removed than was asked for. `budget`
     gives what they may not keep to the next best multiples of other heads, and ends above the asked ratio
     only when every head is full.
 
-    A `uniform` budget does the same for each head alone, so that all keep the same number of channels: its
-    share of D, rounded to the nearest multiple or down to one.
-
-    Args:
-        scaling_factors: Float [L, H_kv, D], or any other score that is higher for a better channel.
-        pruning_ratio: Fraction of channels to remove, in [0, 1).
-        width_multiple: Every head keeps a multiple of this many channels, from none to the largest one in D.
-        rounding: See above.
-        max_width: No head keeps more channels than this; rounded down to a multiple of `width_multiple`, as D
-            is. Default: D, which a larger value stands for, too.
-        budget: See above; `global` is the paper's.
-
-    Returns:
-        Bool [L, H_kv, D], True where kept.
+    A `global` budget, the paper's, does so over the whole model. A `uniform` one does the same for each head
+    alone, so that all keep the same number of channels: its share of D, rounded to the nearest multiple or
+    down to one.
 
     Raises:
         LeanKError: If a scaling factor is not finite, `width_multiple` exceeds D or `max_width`, or no head

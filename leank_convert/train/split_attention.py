@@ -29,25 +29,19 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass
 class StoredContext:
-    """Keys and values after RoPE of a context, and of the questions asked on it; states of linear attention.
+    """Keys and values after RoPE of a context and of questions asked on it; states of linear attention."""
 
-    Attributes:
-        num_tokens: P, tokens of the context.
-        offload: Whether they wait in host memory, pinned where there is a GPU.
-        num_seen: Tokens of earlier blocks, while the context is filled block by block.
-        key_mean: What comes off all keys of layers with full attention, and off those of what follows the
-            context, float32 [L, H_kv, D]; None for nothing.
-        questions: Per layer, keys and values of the questions' own tokens [1, H_kv, T, D], answers excluded.
-        states: What layers with linear attention hold at the context's end, None before it is run.
-        inputs: Per such layer, what the questions' own tokens put in [1, T, hidden_size].
-    """
-
-    num_tokens: int
-    offload: bool = False
-    num_seen: int = 0
+    num_tokens: int  # P, tokens of the context
+    offload: bool = False  # whether they wait in host memory, pinned where there is a GPU
+    num_seen: int = 0  # tokens of earlier blocks, while the context is filled block by block
+    # What comes off all keys of layers with full attention, and off those of what follows the context,
+    # float32 [L, H_kv, D]; None for nothing.
     key_mean: Tensor | None = None
+    # Per layer, keys and values of the questions' own tokens [1, H_kv, T, D], answers excluded.
     questions: dict[int, Pair] = field(default_factory=dict)
+    # What layers with linear attention hold at the context's end, None before it is run.
     states: Cache | None = None
+    # Per such layer, what the questions' own tokens put in [1, T, hidden_size].
     inputs: dict[int, Tensor] = field(default_factory=dict)
     _pairs: dict[int, Pair] = field(default_factory=dict)
     # Block by block: only whole tensors are copied between host and device without a detour.
@@ -126,20 +120,13 @@ class Regions:
 
     The second part's keys are, in this order, context tokens before `middle_start`, context tokens from
     `middle_stop` on, and the tokens that follow the context.
-
-    Attributes:
-        middle_start: First context token of the middle.
-        middle_stop: End of the middle.
-        seen: Which queries see which keys of the second part, bool [N, W].
-        full: Where a query sees a key with every channel, bool [N, W]; None for everywhere.
-        first: Context tokens before it are seen by no query, and left out of all other numbers here.
     """
 
-    middle_start: int
-    middle_stop: int
-    seen: Tensor
-    full: Tensor | None
-    first: int = 0
+    middle_start: int  # first context token of the middle
+    middle_stop: int  # end of the middle
+    seen: Tensor  # which queries see which keys of the second part, bool [N, W]
+    full: Tensor | None  # where a query sees a key with every channel, bool [N, W]; None for everywhere
+    first: int = 0  # context tokens before it are seen by no query, and left out of all other numbers here
 
 
 def plan_regions(
@@ -198,28 +185,13 @@ def split_attention(
     sinks: Tensor | None = None,
     projections: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a stored context and the tokens that follow it.
+    """Attention [1, N, H, D] of queries [1, H, N, D] over a layer's stored context and T tokens after it.
 
-    The logit is `scaling * q·k` where `regions` say full, and `scaling * (q ⊙ scaling_factors)·k` elsewhere.
-    Gradients reach query, key, value, scaling factors and sinks.
-
-    Args:
-        query: After RoPE [1, H, N, D].
-        key: Of the tokens that follow the context [1, H_kv, T, D].
-        value: The same.
-        context: The stored context.
-        layer: Which layer of it.
-        regions: How the queries see the keys.
-        scaling: The model's softmax scale.
-        scaling_factors: This layer's [H_kv, D]; None for dense attention.
-        sees_middle: This layer's heads [H_kv] that see the middle; None for all.
-        sinks: Logits of this layer's attention sinks [H], or for every query [1, H, N], which take their
-            share of the softmax; None without any.
-        projections: What is left of V where `regions` do not say full, v P with this layer's P [H_kv, D, D];
-            None for all. No gradients are computed with them.
-
-    Returns:
-        [1, N, H, D] in the query's dtype.
+    Their keys and values are [1, H_kv, T, D]. The logit is `scaling * q·k` where `regions` say full, and
+    `scaling * (q ⊙ scaling_factors)·k` elsewhere, with this layer's [H_kv, D]; heads that do not see the
+    middle are False in `sees_middle` [H_kv]. Sinks' logits, [H] or [1, H, N] for every query, take their
+    share of the softmax. Where `regions` do not say full, v P is left of V, with projections P [H_kv, D, D];
+    no gradients are computed with them. Else they reach query, key, value, scaling factors and sinks.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     folded = query.reshape(batch, key.shape[1], -1, head_dim)

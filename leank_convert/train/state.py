@@ -44,11 +44,7 @@ _GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)
 
 @dataclass(frozen=True)
 class TrainingDirectory:
-    """The files of a run under `out/`.
-
-    Args:
-        out: The output folder; with one asked ratio it later becomes the checkpoint.
-    """
+    """The files of a run under `out/`, which with one asked ratio later becomes the checkpoint."""
 
     out: Path
 
@@ -78,11 +74,7 @@ class TrainingDirectory:
         return self.out / MASK_FILE_NAME
 
     def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse to begin where there is a run, and to go on with a method that saves no state.
-
-        Raises:
-            LeanKError: If it is either.
-        """
+        """Refuse, by a LeanKError, to begin where a run is, and to go on without a saved state."""
         if resume and not recipe.trains:
             raise LeanKError(
                 f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
@@ -107,32 +99,24 @@ class TrainingDirectory:
 
 @dataclass
 class TrainingState:
-    """Where a run stands between two steps.
+    """Where a run stands between two steps."""
 
-    Attributes:
-        fingerprint: What the run depends on, as flat keys and values.
-        scaling_factors: Float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1].
-        step: Steps done, over all phases.
-        optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
-        stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
-        finished: What stage 2 ended with, for each ratio that is done.
-        gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
-        best: Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
-        key_mean: The mean of keys, float16 [L, H_kv, D]; None for keys as they are.
-        key_mean_tokens: How many tokens it was measured on.
-        values: The fields of the basis of V, once it is measured at the end of a run that prunes V.
-    """
-
-    fingerprint: dict[str, str]
-    scaling_factors: Tensor
-    step: int = 0
+    fingerprint: dict[str, str]  # what the run depends on, as flat keys and values
+    scaling_factors: Tensor  # float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1]
+    step: int = 0  # steps done, over all phases
+    # Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
     optimizer: dict[str, Tensor] = field(default_factory=dict)
+    # What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
     stage1_factors: Tensor | None = None
+    # What stage 2 ended with, for each ratio that is done.
     finished: list[Tensor] = field(default_factory=list)
+    # Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
     gates: Tensor | None = None
+    # Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
     best: tuple[float, Tensor] | None = None
-    key_mean: Tensor | None = None
-    key_mean_tokens: int | None = None
+    key_mean: Tensor | None = None  # the mean of keys, float16 [L, H_kv, D]; None for keys as they are
+    key_mean_tokens: int | None = None  # how many tokens it was measured on
+    # The fields of the basis of V, once it is measured at the end of a run that prunes V.
     values: dict[str, Any] | None = None
 
 
@@ -150,11 +134,7 @@ def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) 
 
 
 def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
-    """Refuse to go on with other settings than a run began with.
-
-    Raises:
-        LeanKError: Names every difference.
-    """
+    """Refuse to go on with other settings than a run began with; raises LeanKError."""
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return
@@ -170,11 +150,7 @@ def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: P
 
 
 def save_state(state: TrainingState, path: Path) -> None:
-    """Write the state; whenever the process or the machine dies, `path` holds the old or the new one whole.
-
-    Raises:
-        LeanKError: If it cannot be written.
-    """
+    """Write the state, so that `path` holds the old or the new one whole; LeanKError if it cannot be."""
     content = BytesIO()
     torch.save(vars(state), content)
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.train.model import LoadedModel
@@ -36,47 +36,30 @@ _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
 
 @dataclass(frozen=True)
 class ValueBasis:
-    """What was measured, on the CPU.
+    """What was measured, on the CPU."""
 
-    Attributes:
-        directions: Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those of the
-            largest energy first.
-        energies: Float64 [L, H_kv, D]: the sum of squares of the output in each direction.
-        num_tokens: How many tokens were measured.
-        weights: What `digest_values` says of the model.
-    """
-
+    # Float32 [L, H_kv, D, D]: an orthonormal basis of V, a direction per column, those of the largest energy
+    # first.
     directions: Tensor
-    energies: Tensor
-    num_tokens: int
-    weights: str
+    energies: Tensor  # float64 [L, H_kv, D]: the sum of squares of the output in each direction
+    num_tokens: int  # how many tokens were measured
+    weights: str  # what `digest_values` says of the model
 
     def prune(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
         """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens."""
         assert mask.provenance is not None
-        known = replace(
-            mask.provenance,
-            value_pruning_ratio_asked=pruning_ratio,
-            value_tokens=self.num_tokens,
-            value_weights=self.weights,
-        )
         widths = choose_value_widths(self.energies, mask.channel_mask.any(-1), pruning_ratio)
-        return replace(mask, value_basis=self.directions, value_widths=widths, provenance=known)
+        known = {"value_pruning_ratio_asked": pruning_ratio, "value_tokens": self.num_tokens}
+        pruned = replace(mask, value_basis=self.directions, value_widths=widths)
+        return pruned.noting(**known, value_weights=self.weights)
 
 
 def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
-    """Choose how many directions of V every head keeps, by rank over the whole model.
+    """Choose how many directions of V every head keeps, int32 [L, H_kv], by rank over the whole model.
 
-    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy, and the best
-    are kept until a further one would lower the removed fraction below the asked one.
-
-    Args:
-        energies: Of the directions, the largest first [L, H_kv, D].
-        sees_pruned: Heads that keep channels of K, bool [L, H_kv]; the others keep no V.
-        pruning_ratio: Fraction of all channels of V to remove, in [0, 1).
-
-    Returns:
-        Int32 [L, H_kv].
+    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy [L, H_kv, D],
+    the largest first, and the best are kept until a further one would lower the removed fraction below the
+    asked one. Heads that keep no channels of K, False in `sees_pruned` [L, H_kv], keep no V.
     """
     multiple = choose_value_multiple(energies.shape[-1])
     shares = energies.view(*energies.shape[:2], -1, multiple).sum(-1)
@@ -109,20 +92,22 @@ def measure_values(
     """
     ranks = ranks or Ranks(loaded.model.device)
     weights = ranks.on_all(lambda: digest_values(loaded.checkpoint, loaded.facts))
-    moments = _Moments(loaded.facts.mask_shape, windows)
-    num_tokens, failure = 0, None
+    sums = torch.zeros(*loaded.facts.mask_shape, loaded.facts.head_dim, dtype=torch.float64)
+    num_tokens = 0
+
+    def measure(place: int) -> None:
+        nonlocal num_tokens
+        # A prompt of the tasks, in turn, or at every other place text, where there is some.
+        if place % 2 and samples.has_text:
+            input_ids = samples.draw_text(place)
+        else:
+            input_ids = samples.draw(place // 2 if samples.has_text else place).prompt_ids()
+        _add_moments(sums, loaded, input_ids, windows, offload)
+        num_tokens += len(input_ids)
+
     with progress_bar(progress and ranks.is_first, "measuring values", NUM_CONTEXTS) as advance:
-        for start in range(0, NUM_CONTEXTS, ranks.num_ranks):
-            try:
-                if failure is None and start + ranks.rank < NUM_CONTEXTS:
-                    input_ids = _draw(samples, start + ranks.rank)
-                    moments.add(loaded, input_ids, offload)
-                    num_tokens += len(input_ids)
-            except LeanKError as error:
-                failure = error
-            advance(min(ranks.num_ranks, NUM_CONTEXTS - start))
-    ranks.check(failure)
-    total = ranks.combine(moments.sums)
+        ranks.share(NUM_CONTEXTS, measure, advance)
+    total = ranks.combine(sums)
     if not total.any():
         ranks.check(
             LeanKError(
@@ -140,50 +125,33 @@ def measure_values(
     )
 
 
-def _draw(samples: SampleSource, place: int) -> Tensor:
-    """A context's tokens [N]: a prompt of the tasks, or at every other place text, where there is some."""
-    if place % 2 and samples.has_text:
-        return samples.draw_text(place)
-    return samples.draw(place // 2 if samples.has_text else place).prompt_ids()  # tasks in turn
+def _add_moments(
+    sums: Tensor, loaded: LoadedModel, input_ids: Tensor, windows: Windows, offload: bool
+) -> None:
+    """Run a context [N] and add o oT of its last queries to sums, float64 [L, H_kv, D, D] on the CPU."""
 
-
-class _Moments:
-    """Sums of o oT over the last queries of contexts: float64 [L, H_kv, D, D], on the CPU."""
-
-    def __init__(self, shape: tuple[int, int, int], windows: Windows) -> None:
-        self.sums = torch.zeros(*shape, shape[-1], dtype=torch.float64)
-        self._windows = windows
-        self._num_tokens = 0
-
-    def add(self, loaded: LoadedModel, input_ids: Tensor, offload: bool) -> None:
-        """Run a context [N] and add its outputs."""
-        self._num_tokens = len(input_ids)
-        with out_of_memory(
-            f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
-            "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
-        ):
-            run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), self._observe)
-        if not bool(self.sums.isfinite().all()):
-            raise LeanKError(
-                f"attention's outputs in model `{loaded.name}` are not finite on a context of "
-                f"{len(input_ids)} tokens",
-                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
-                exit_code=1,
-            )
-
-    def _observe(self, place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
+    def observe(place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
         num_heads, num_keys = stored[0].shape[1:3]
-        first = max(self._num_tokens - _NUM_QUERIES, num_keys - query.shape[2])
+        first = max(len(input_ids) - _NUM_QUERIES, num_keys - query.shape[2])
         if first >= num_keys:  # of a block that is followed by more queries than are measured
             return
         queries = query[0, :, first - num_keys :].reshape(num_heads, -1, num_keys - first, query.shape[-1])
         logits = None if sinks is None else sinks.view(num_heads, -1)
         for head, (key, value) in enumerate(zip(*(kept[0] for kept in stored), strict=True)):
-            outputs = _pruned_outputs(
-                queries[head], key, value, scaling, None if logits is None else logits[head], self._windows
-            )
-            for output in outputs:
-                self.sums[place, head] += (output.mT @ output).cpu()
+            of_head = None if logits is None else logits[head]
+            for output in _pruned_outputs(queries[head], key, value, scaling, of_head, windows):
+                sums[place, head] += (output.mT @ output).cpu()
+
+    with out_of_memory(
+        f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
+        "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
+    ):
+        run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), observe)
+    if not bool(sums.isfinite().all()):
+        raise NotFiniteError(
+            f"attention's outputs in model `{loaded.name}` are not finite on a context of {len(input_ids)} "
+            "tokens"
+        )
 
 
 def _pruned_outputs(

@@ -121,6 +121,7 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
         ({"to_dict": 1}, "is refused by transformers: "),
         ({"model_type": "mistral", "sliding_window": 4096}, SLIDING),
         ({**WINDOWED, "max_window_layers": 0, "sliding_window": 64}, SLIDING),
+        ({"vocab_size": None}, "`vocab_size` is None, not a whole number"),
         ({**MIXED, "sliding_window": None}, "`sliding_window` is None, not a whole number"),
         ({**MIXED, "layer_types": ["full_attention", "linear_attention"]}, "1 of 2 layers have no full"),
     ],

@@ -8,7 +8,6 @@ import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     LocalTokenNotFoundError,
     RemoteEntryNotFoundError,
@@ -181,7 +180,6 @@ def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
         (True, HfHubHTTPError, "uploading to `me/model` failed: refused\n"),
         (True, ConnectionError, "uploading to `me/model` failed: no connection\n"),
         (True, LocalTokenNotFoundError, "not logged in"),
-        (True, HFValidationError, "not a valid name of a hub repository"),
     ],
 )
 def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, monkeypatch):

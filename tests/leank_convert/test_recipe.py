@@ -89,29 +89,47 @@ def test_unknown_key_is_named_with_a_suggestion_from_beside_it_or_from_anywhere(
     assert error.hint == (f"did you mean `{suggestion}`?" if suggestion else None)
 
 
-def test_every_problem_is_told_at_once_with_what_does_not_go_together_and_what_is_missing(write, monkeypatch):
-    text = (
-        "seed: one\nmask: m.npy\nmethod: duo-attention\nmax_width: 8\ntrackers: [wandb, wandb]\n"
-        "heads: {pattern: absent}\nwindows: {sinks: 3, recent_size: 40000}\n"
-        "data: {tasks: [multi_value, variable_tracking], haystack: {source: absent.txt}}"
-    )
+@pytest.mark.parametrize(
+    ("text", "overrides", "beginnings"),
+    [
+        (
+            "seed: one\nwindows: {sinks: 3, recent_size: 40000}\n",
+            ["save_every=-1", "nonsense", "batch_size=[1"],
+            [
+                "unknown key `windows.sinks` (did you mean `windows.sink_size`?)",
+                "`seed` is 'one': input should be a valid integer",
+                "`save_every` is -1: input should be greater than or equal to 1 (from `--set save_every=-1`)",
+                "`--set nonsense` is not of the form `key=value`",
+                "`--set batch_size=[1`: the value is not YAML: line 1, column 3: while parsing",
+            ],
+        ),
+        (
+            "method: duo-attention\nmax_width: 8\ntrackers: [wandb, wandb]\n"
+            "data: {tasks: [multi_value, variable_tracking]}",
+            [],
+            [
+                "`data`: task `variable_tracking` exists only in",
+                "`max_width` 8 does not go with `method: duo-attention`",
+                "`trackers` ['wandb', 'wandb'] names a tracker twice",
+            ],
+        ),
+        (
+            "mask: m.npy\nmethod: duo-attention\ntrackers: [wandb]\nheads: {pattern: absent}\n"
+            "data: {haystack: {source: absent.txt}}",
+            [],
+            [
+                "`mask` is 'm.npy': nothing is to be trained (use `leank-convert export`",
+                "`trackers` names `wandb`, which is not installed",
+                "`data.haystack.source` is 'absent.txt', and there is no such file",
+                "`heads.pattern` is 'absent', and there is no `full_attention_heads.tsv` and no `config",
+            ],
+        ),
+    ],
+    ids=["each-key", "together", "missing"],
+)
+def test_every_problem_is_told_at_once(write, monkeypatch, text, overrides, beginnings):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    error = problems_of(write(text), ["save_every=-1", "nonsense", "batch_size=[1"], training=True)
-    beginnings = (
-        "unknown key `windows.sinks` (did you mean `windows.sink_size`?)",
-        "`seed` is 'one': input should be a valid integer",
-        "`save_every` is -1: input should be greater than or equal to 1 (from `--set save_every=-1`)",
-        "`--set nonsense` is not of the form `key=value`",
-        "`--set batch_size=[1`: the value is not YAML: line 1, column 3: while parsing",
-        "`data`: task `variable_tracking` exists only in",
-        "`max_width` 8 does not go with `method: duo-attention`",
-        "`trackers` ['wandb', 'wandb'] names a tracker twice",
-        "`mask` is 'm.npy': nothing is to be trained (use `leank-convert export`",
-        "`trackers` names `wandb`, which is not installed",
-        "`data.haystack.source` is 'absent.txt', and there is no such file",
-        "`heads.pattern` is 'absent', and there is no `full_attention_heads.tsv` and no `config.json` in it",
-    )
-    # Nothing is told of `windows`: what its wrong key stands for is not known.
+    error = problems_of(write(text), overrides, training=True)
     assert len(error.problems) == len(beginnings)
     for problem, beginning in zip(sorted(error.problems), sorted(beginnings), strict=True):
         assert problem.startswith(beginning)

@@ -229,8 +229,8 @@ def test_a_single_layer_or_head_keeps_its_shape_and_another_models_is_refused(lo
         ("full_attention_heads.tsv", "0.5\t1\t1\n0.5\n", "columns"),
         ("full_attention_heads.tsv", "0.5\tnan\t1\n0\t0\t0\n", "a gate is not finite"),
         ("config.json", None, "No such file"),
-        ("config.json", '{"sink_size": 4}', "there is no key 'recent_size'"),
-        ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is `-4`"),
+        ("config.json", '{"sink_size": 4}', "has no `recent_size`"),
+        ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is -4"),
     ],
 )
 def test_files_of_another_form_are_refused_by_name(load, folder, name, text, reason):
@@ -248,3 +248,9 @@ def test_smaller_windows_than_a_pattern_was_learned_with_are_told(load, caplog, 
         load(windows={"sink_size": 128, "recent_size": recent_size})
     assert ("`windows.recent_size` is 255" in caplog.text) == warns
     assert bool(caplog.records) == warns
+
+
+def test_a_pattern_of_any_window_is_read(load, folder, caplog):
+    (folder / "config.json").write_text('{"sink_size": 4, "recent_size": 1000000000}')
+    load()
+    assert "with `recent_size` 1000000000" in caplog.text

@@ -123,7 +123,10 @@ def test_values_that_are_not_finite_are_an_error(check):
 
 
 def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
+    drawn = []
+
     def draw(source, index):
+        drawn.append(index)
         signal.raise_signal(signal.SIGINT)
         return SampleSource.draw(source, index)
 
@@ -134,6 +137,7 @@ def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
             check()
     finally:
         signal.signal(signal.SIGINT, before)
+    assert drawn == [0]
     assert caught.value.exit_code == 130
     assert "--resume" in caught.value.hint
 

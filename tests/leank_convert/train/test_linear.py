@@ -49,3 +49,4 @@ def test_an_older_transformers_is_refused(linear_folder, short_recipe, tmp_path,
     monkeypatch.delattr(Cache, "get_recurrent_state", raising=False)
     with pytest.raises(LeanKError, match=r"layers with linear attention, and transformers 5\.\S+ is too old"):
         train_mask(linear_folder, tmp_path / "out", recipe=short_recipe(), device="cpu", progress=False)
+    find_model(linear_folder, short_recipe())  # `analyze --model` runs no questions

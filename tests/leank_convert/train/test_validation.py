@@ -10,11 +10,11 @@ from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_masks
 from leank_convert.train import graphs
 from leank_convert.train.attention import Student
-from leank_convert.train.held_out import Validation
 from leank_convert.train.log import read_log
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
+from leank_convert.train.run import Run
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.windows import Windows
 
@@ -61,7 +61,7 @@ def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path)
     ("owner", "name", "place", "error"),
     [
         (graphs, "distil", 65, torch.OutOfMemoryError("CUDA out of memory.")),
-        (Validation, "loss", 12, LeanKError("memory does not suffice for it")),
+        (Run, "_validate", 12, LeanKError("memory does not suffice for it")),
     ],
     ids=["a step", "the next ratio's comparison"],
 )
@@ -79,7 +79,7 @@ def test_an_interrupted_run_takes_the_same_masks(
 
 def test_a_loss_that_is_no_number_is_worse_than_any(recipe, retriever_folder, tmp_path, monkeypatch):
     losses = iter([1.0] + [math.nan] * 10 + [math.nan, 1.0] + [math.nan] * 9)
-    monkeypatch.setattr(Validation, "loss", lambda *_: next(losses))
+    monkeypatch.setattr(Run, "_validate", lambda *_: next(losses))
     masks = train(retriever_folder, recipe, tmp_path)
     state = load_state(TrainingDirectory(tmp_path).state)
     assert torch.equal(masks[0.5].scaling_factors, state.stage1_factors)

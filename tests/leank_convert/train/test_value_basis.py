@@ -142,13 +142,13 @@ def test_a_run_ends_with_it_and_the_same_one_after_a_kill(
     assert torch.equal(
         saved.value_widths, choose_value_widths(expected.energies, saved.channel_mask.any(-1), 0.5)
     )
-    with fail_at(value_basis, "_draw", 3, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    with fail_at(value_basis, "_add_moments", 3, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         train_one(recipe, tmp_path / "killed")
     resumed = train_one(recipe, tmp_path / "killed", resume=True)
     assert resumed.stores_alike(whole)
     state = load_state(TrainingDirectory(tmp_path / "killed").state)
     assert torch.equal(state.values["directions"], whole.value_basis)
-    with fail_at(value_basis, "_draw", 1, AssertionError):  # it is not measured twice
+    with fail_at(value_basis, "_add_moments", 1, AssertionError):  # it is not measured twice
         assert train_one(recipe, tmp_path / "killed", resume=True).stores_alike(whole)
 
 
