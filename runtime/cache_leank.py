@@ -99,6 +99,15 @@ class LeanKCache(Cache):
             layer.kv_dtype = value
 
     @property
+    def use_graphs(self) -> bool:
+        """Whether decode steps may be captured and replayed; may be set at any time."""
+        return self.graph.enabled
+
+    @use_graphs.setter
+    def use_graphs(self, value: bool) -> None:
+        self.graph.enabled = value
+
+    @property
     def prefill_length(self) -> int | None:
         """Columns of the prompt, padding included; None if unknown.
 

@@ -311,8 +311,15 @@ class LeanKModelMixin(LeanKMixin):
         **kwargs: Any,
     ) -> Any:
         """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
-        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
-        return self._forward(cache, use_cache, attention_mask, **kwargs)
+        return self._forward(
+            cache,
+            use_cache,
+            attention_mask,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
 
 
 class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
@@ -331,9 +338,17 @@ class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
         **kwargs: Any,
     ) -> Any:
         """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
-        kwargs |= {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
-        kwargs |= {"labels": labels, "logits_to_keep": logits_to_keep}
-        return self._forward(cache, use_cache, attention_mask, **kwargs)
+        return self._forward(
+            cache,
+            use_cache,
+            attention_mask,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:

@@ -132,7 +132,8 @@ class RowState:
         `start` is the columns that the calling layer held before, `attention_mask` the real columns
         `[B, start + num_columns]`, or the causal mask made of them
         `[B, 1, num_columns, start + num_columns]`, None without padding. With `split_now` a prompt is split
-        whatever `prune` says. A cache of fewer or more rows than the input raises a ValueError.
+        whatever `prune` says. A mask of fewer columns or of another kind raises a ValueError, and so does
+        another number of rows than the cache's.
         """
         if start < self.num_columns and self._step is not None and self._step.start == start:
             return self._step.to(device)
@@ -198,10 +199,23 @@ class RowState:
         self._step = None
 
     def extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
-        """Return which of so many columns are real `[B, total]`, as given or known; None without padding."""
-        if attention_mask is not None:
+        """Return which of so many columns are real `[B, total]`, as given or known; None without padding.
+
+        A mask that is not one of padding, or of fewer columns, raises a ValueError.
+        """
+        if attention_mask is not None:  # of an inner model that is called directly, too
+            if attention_mask.dtype != torch.bool or attention_mask.ndim not in (2, 4):
+                raise ValueError(
+                    f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: the pruned "
+                    "cache needs a 2-D padding mask [batch, tokens]; pass that, or `use_cache=False`"
+                )
             # The last query of a causal mask sees every real column.
             padding = attention_mask if attention_mask.ndim == 2 else attention_mask[:, 0, -1]
+            if padding.shape[1] < total:
+                raise ValueError(
+                    f"attention_mask covers {padding.shape[1]} tokens, the cache and the input hold {total}; "
+                    "pass the mask of the whole conversation"
+                )
             return padding[:, :total]
         if self.padding is None:
             return None

@@ -71,6 +71,31 @@ def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, 
         model(one_row(1).expand(2, -1), cache=cache)
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (
+            torch.zeros(1, 1, 1, 22),
+            "is torch.float32 \\[1, 1, 1, 22\\]: the pruned cache needs a 2-D padding mask",
+        ),
+        (torch.ones(1, 5, dtype=torch.bool), "covers 5 tokens, the cache and the input hold 22"),
+    ],
+    ids=["float", "short"],
+)
+@pytest.mark.parametrize("prune", ["eager", "deferred"])
+def test_an_inner_model_refuses_masks_that_are_no_padding_and_goes_on(prune, mask, message, model_pair):
+    model = model_pair(everything()).leank
+    with torch.no_grad():
+        caches = [model.build_cache(prune=prune) for _ in range(2)]
+        for cache in caches:
+            model.model(one_row(), **{CACHE: cache})
+        with pytest.raises(ValueError, match=message):
+            model.model(one_row(1), attention_mask=mask, **{CACHE: caches[0]})
+        after = [model.model(one_row(1), **{CACHE: cache}).last_hidden_state for cache in caches]
+    assert torch.equal(*after)
+    assert caches[0].rows.lengths.tolist() == [22]
+
+
 @pytest.mark.parametrize("make", [DynamicCache, lambda: ()], ids=["DynamicCache", "tuple"])
 def test_foreign_caches_are_refused_also_empty_ones_because_they_would_stay_empty(make, model_pair):
     """transformers' documented loop passes one and goes on with it: it would decode without context."""
