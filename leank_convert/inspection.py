@@ -14,6 +14,7 @@ from typing import Any
 
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
+    ONNX_DESCRIPTION_NAME,
     is_onnx_folder,
     read_leank_config,
     read_leank_facts,
@@ -158,6 +159,17 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
     description, mask = read_description(path), load_mask(path / MASK_FILE_NAME)
     with host_errors():
         description.check_file(MASK_FILE_NAME)
+    try:
+        return _describe_onnx(path, description, mask)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # sealed, but not by an export
+        raise LeanKError(
+            f"`{path / ONNX_DESCRIPTION_NAME}` lacks a value, or has one of no use "
+            f"({type(error).__name__}: {error!s:.60})",
+            hint="export the model again",
+        ) from error
+
+
+def _describe_onnx(path: Path, description: Any, mask: ChannelMask) -> dict[str, Any]:
     content = description.content
     files = [(name, path / name) for name in description.files]
     return {

@@ -109,13 +109,6 @@ def export(
     type=click.Choice(["int8", "int4"]),
     help="Quantize all weights but the embedding, not the cache. Default: as --dtype.",
 )
-@click.option(
-    "--opset",
-    type=click.IntRange(1, 100),
-    default=23,
-    show_default=True,
-    help="Version of the ONNX operators.",
-)
 @overwrite_option
 @text_model_option
 def export_onnx(model: str, out: Path, mask_path: str | None, **choices: Any) -> None:

@@ -24,7 +24,8 @@ def restate_import(error: Exception) -> LeanKError | None:
             versions[name] = version(name)
     own = versions.pop(library, None)
     others = " and ".join(f"{name} {found}" for name, found in versions.items())
-    message = f"{library} {own} cannot be imported with {others}" if own else f"{library} cannot be imported"
+    beside = f" with {others}" if others else ""
+    message = f"{library} {own} cannot be imported{beside}" if own else f"{library} cannot be imported"
     wanted = _requirements({library, "torch", "transformers"})
     said = first_line(error).rstrip(".")
     return LeanKError(f"{message}: {said}", f"pip install -U {' '.join(wanted)}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.names import (
     DENSE,
@@ -109,6 +110,13 @@ class ThinK:
     windows: Windows | None = None
     query_window: int = QUERY_WINDOW
     name: str = THINK
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, Tensor) and not 0 <= self.budget < 1:
+            raise LeanKError(
+                f"`{self.name}`: pruning ratio {self.budget} is not at least 0 and below 1",
+                hint="ThinK keeps at least one channel of every head",
+            )
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The model, and a cache that will keep what this prompt's queries choose."""

@@ -87,13 +87,16 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def _run(trials: Sequence[Trial], path: Path, weights: str | None) -> list[Tensor]:
     """Logits of every trial by onnxruntime, in float32."""
+    import onnx
+
     # Without a copy of its own onnxruntime reads weights where the file is mapped. Unpacked blocks of
     # quantized ones are multiplied by other code than the runner's.
     settings = {"session.disable_prepacking": "1"} if weights is None else {}
-    import onnx
-
     try:
         onnx.checker.check_model(path, full_check=True)
+    except Exception as error:  # whatever the checker is made of
+        raise _fault(f"`{path.name}` breaks the rules of ONNX: {first_line(error)}") from error
+    try:
         graph = load_graph(path, settings=settings)
         names = [tensor.name for tensor in graph.get_inputs()]
         feeds = [

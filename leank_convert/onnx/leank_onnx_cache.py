@@ -100,25 +100,25 @@ class Description:
         try:
             model = content["model"]
             self.dtype = _DTYPES[content["dtype"]]  # of the cache and the logits
-            self.vocab_size: int = model["vocab_size"]
-            self.num_heads: int = model["num_key_value_heads"]  # of every layer
-            self.head_dim: int = model["head_dim"]
-            self.max_position_embeddings: int = model["max_position_embeddings"]
-            self.sink_size: int = content["sink_size"]
-            self.recent_size: int = content["recent_size"]
-            self.flush_size: int = content["flush_size"]
+            self.vocab_size = _integer(model["vocab_size"])
+            self.num_heads = _integer(model["num_key_value_heads"])  # of every layer
+            self.head_dim = _integer(model["head_dim"])
+            self.max_position_embeddings = _integer(model["max_position_embeddings"])
+            self.sink_size = _integer(content["sink_size"])
+            self.recent_size = _integer(content["recent_size"])
+            self.flush_size = _integer(content["flush_size"])
             # Per layer, those aside whose heads see no pruned token.
             self.buckets = [
                 [
-                    Bucket(bucket["width"], slice(*bucket["heads"]), bucket.get("value_width"))
+                    Bucket(_integer(bucket["width"]), slice(*bucket["heads"]), bucket.get("value_width"))
                     for bucket in layer
                     if bucket["width"]
                 ]
                 for layer in content["buckets"]
             ]
-            self.eos_token_ids: frozenset[int] = frozenset(content["eos_token_ids"])
-            self.files: dict[str, str] = content["files"]  # SHA-256 by name
-        except (LookupError, TypeError, AttributeError) as error:  # sealed, but not by an export
+            self.eos_token_ids = frozenset(map(_integer, content["eos_token_ids"]))
+            self.files: dict[str, str] = dict(content["files"])  # SHA-256 by name
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # sealed, but not by an export
             raise LeanKOnnxError(
                 f"`{path}` lacks a value, or has one of no use ({type(error).__name__}: {error!s:.60}); "
                 "export the model again"
@@ -156,6 +156,13 @@ class Description:
             found == expected,
             f"`{path}` differs from what was exported: sha256 {found}, not {expected}; copy it again",
         )
+
+
+def _integer(value: object) -> int:
+    """A whole number that is none below 0, or TypeError."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r:.60} is no size")
+    return value
 
 
 class Cache:

@@ -155,7 +155,7 @@ def _check_logits(model: LeanKOnnx, tokens: list[int], expected: Tensor) -> str:
         detail = (
             f"weights of {content['weights']} change them by {difference:.1e} of their norm{before}; {same}"
         )
-        if not difference < (1.0 if at_export is None else _QUANTIZED_EXCESS * at_export):
+        if not difference < (1.0 if at_export is None else min(1.0, _QUANTIZED_EXCESS * at_export)):
             raise LeanKError(f"{detail}: other weights than the source's")
         return detail
     difference = largest_difference(found, right)

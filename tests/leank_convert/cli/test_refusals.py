@@ -107,7 +107,6 @@ def test_ctrl_c_is_one_line(monkeypatch):
         *((["evaluate", "x"], option) for option in ("-n", "--batch-size", "--length")),
         *((["evaluate-text", "x"], option) for option in ("--prefix-tokens", "--num-tokens")),
         (["analyze", "x"], "-n"),
-        (["export-onnx", "testbed", "-o", "x"], "--opset"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
