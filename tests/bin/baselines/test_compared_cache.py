@@ -7,6 +7,7 @@ from leank_convert.evaluate.comparison import used_bytes
 from leank_convert.evaluate.variants import Masked
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
+LENGTHS = (40, 25, 5)  # of the prompts that `prefill` reads
 NUM_STEPS = 70  # more than room is made for at a time
 FLOAT32 = 1e-4  # what sums of another order may differ by
 
