@@ -86,8 +86,8 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     check_names(request.also or ())
     if request.out is not None:
         out = check_folder(request.out)
-        for name in () if (out / SETTINGS_NAME).exists() else (ANSWERS_NAME, *RESULT_NAMES):
-            if (out / name).exists():  # results would replace it
+        for name in (ANSWERS_NAME, *RESULT_NAMES):
+            if (out / name).exists() and not (out / SETTINGS_NAME).exists():  # results would replace it
                 raise LeanKError(
                     f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
                     hint="name another folder with `--out`",

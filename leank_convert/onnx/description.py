@@ -91,7 +91,7 @@ def _token_ids(pruned: PrunedModel, key: str) -> list[int]:
 
 
 def describe_cache(pruned: PrunedModel) -> dict[str, Any]:
-    """Heads, lanes, inputs and outputs."""
+    """Describe heads, lanes, inputs and outputs of a graph: keys of `leank_onnx.json`."""
     dtype = pruned.dtype
     num_layers, heads, head_dim = pruned.channel_masks.shape
     integers: dict[str, list[int | str]] = {

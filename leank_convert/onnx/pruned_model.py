@@ -32,9 +32,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 class PrunedModel:
     """A dense model, and how its cache is pruned."""
 
-    model: (
-        Any  # a stock causal LM of one of `DTYPES`, in eval mode, on the CPU, in the checkpoint's head order
-    )
+    # A stock causal LM of one of `DTYPES`, in eval mode, on the CPU, in the checkpoint's head order.
+    model: Any
     channel_masks: Tensor  # kept channels, bool [L, H_kv, D]; widths ascend within a layer
     sink_size: int
     recent_size: int
