@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,23 +86,37 @@ def _takes(backend: type[AttentionBackend], block_size: int) -> bool:
     return any(block_size == s if isinstance(s, int) else block_size % s.base == 0 for s in sizes)
 
 
+def hide_prompts(layers: Iterable[Any]) -> None:
+    """Have vLLM's own layers attend as where it hands over no prompts' lengths, which a LeanK cache needs."""
+    for layer in layers:
+        if type(layer) is Attention:
+            layer.attn_backend = _without_prompts(layer.attn_backend)
+
+
+@functools.cache
+def _without_prompts(stock: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A backend of vLLM's own that would take prompts' lengths for those before a window of its own."""
+
+    class Builder(stock.get_builder_cls()):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            common = replace(common_attn_metadata, rswa_prefix_lens=None)
+            return super().build(common_prefix_len, common, fast_build)
+
+    class WithoutPrompts(stock):
+        @staticmethod
+        def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+            return Builder
+
+    return WithoutPrompts
+
+
 @functools.cache
 def _backend_beside(
     stock: type[AttentionBackend], block_size: int, page_bytes: int
 ) -> type[AttentionBackend]:
     """A backend of vLLM's own, with such pages."""
 
-    class Builder(stock.get_builder_cls()):  # type: ignore[misc]
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            # Some backends would take prompts' lengths for a window of theirs.
-            common = replace(common_attn_metadata, rswa_prefix_lens=None)
-            return super().build(common_prefix_len, common, fast_build)
-
-    class Beside(stock):
-        @staticmethod
-        def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-            return Builder
-
+    class Beside(_without_prompts(stock)):  # type: ignore[misc]
         @classmethod
         def customize_spec(cls, spec: Any) -> Any:
             return replace(super().customize_spec(spec), block_size=block_size, page_size_padded=page_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from leank_convert._runtime.kernel_key_leank import MAX_DRAFT, KernelKey
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.vllm import FP8_NAMES
 from leank_convert.vllm.backend import LeanKBackend
+from leank_convert.vllm.beside import hide_prompts
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import ModelPages, coming_block_size
@@ -164,8 +165,8 @@ class LeanKAttention(Attention):
         return [kernel_key(device, self.dtype, **self._shape(n)) for n in (self._num_columns, MAX_DRAFT)]
 
     def _find_kernels(self, num_columns: int) -> DecodeKernels | None:
-        if _compilation is not None:
-            _compilation.join()
+        for compilation in _compilations:
+            compilation.join()
         with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
             return find_kernels(self.chunk_index.device, self.dtype, **self._shape(num_columns))
 
@@ -186,6 +187,8 @@ class LeanKAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what vLLM is to allocate for kept channels."""
+        if self.first is None and has_drafter(vllm_config):  # what drafts was built after the model
+            hide_prompts(vllm_config.compilation_config.static_forward_context.values())
         fields = self._fields(vllm_config, kept=True)
         if self.first is not None:
             fields |= {"state_content_bytes": get_dtype_size(fields["dtype"]), "page_size_padded": None}
@@ -220,20 +223,21 @@ def _load_tokens(pages: ModelPages, block_size: int) -> int:
 
 
 # What compiles kernels, until a layer asks for one.
-_compilation: threading.Thread | None = None
+_compilations: list[threading.Thread] = []
 
 
-def compile_ahead(keys: Collection[KernelKey]) -> None:
+def compile_ahead(keys: Iterable[KernelKey]) -> None:
     """Begin to compile while weights are loaded and vLLM compiles the model, so that no request waits."""
+    one_at_a_time = threading.Lock()
 
-    def compile_all() -> None:
+    def compile_all(key: KernelKey) -> None:
         # TileLang remembers what it compiled. Whatever fails here does so again when a layer asks.
         with contextlib.suppress(Exception):
-            for key in keys:
-                torch.cuda.set_device(key.device)  # a thread's own
-                PageKernels(DecodeKernels(key))
+            torch.cuda.set_device(key.device)  # a thread's own
+            kernels = DecodeKernels(key)
+            with one_at_a_time:  # keys of other numbers of columns have the same ones
+                PageKernels(kernels)
 
-    global _compilation
-    if keys:
-        _compilation = threading.Thread(target=compile_all, daemon=True)
-        _compilation.start()
+    _compilations[:] = [threading.Thread(target=compile_all, args=(key,), daemon=True) for key in keys]
+    for compilation in _compilations:
+        compilation.start()

@@ -8,11 +8,12 @@ import torch
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.warmup import qwen_triton_warmup
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
+from leank_convert.vllm.beside import check_kinds, hide_prompts, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
 from tests.vllm.conftest import LINEAR, answers_of, ask, run_engines
@@ -169,10 +170,15 @@ def test_kernels_of_states_are_compiled_before_the_first_request(monkeypatch):
 
 
 def test_other_layers_know_nothing_of_prompts():
-    """To some backends their lengths are a window."""
-    _, (other, *_) = lay(64)
-    builder = other.attn_backend.get_builder_cls()()
-    assert builder.build(0, Batch(torch.ones(3))) == Batch(None)
+    """To some backends their lengths are a window. Layers of a model that drafts keep their own pages."""
+    _, (beside, *_) = lay(64)
+    drafting, pruned = Attention.__new__(Attention), attention(0, None)
+    drafting.__dict__["attn_backend"] = Stock
+    hide_prompts([drafting, pruned])
+    assert pruned.attn_backend is Stock
+    for other in (beside, drafting):
+        builder = other.attn_backend.get_builder_cls()()
+        assert builder.build(0, Batch(torch.ones(3))) == Batch(None)
 
 
 @pytest.mark.parametrize(("window", "said"), [(16, "0 .*16 tokens"), (None, "1 .*all tokens")])

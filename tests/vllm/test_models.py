@@ -213,7 +213,7 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
         chunk_index=torch.zeros(1), dtype=torch.bfloat16, _shape=lambda columns: {"columns": columns}
     )
     layers.LeanKAttention._find_kernels(layer, 5)
-    assert len(events) == (2 if fails else 3) and events[-1] == 5
+    assert len(events) == 3 and events[-1] == 5  # one that fails does not keep the other from compiling
 
 
 def settled_by(name):
