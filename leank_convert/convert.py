@@ -26,7 +26,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
-from leank_convert.value_weights import check_foldable
+from leank_convert.value_weights import check_measurable
 
 
 def convert_model(
@@ -166,7 +166,7 @@ def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
             "asked for",
             hint="leave out `--value-pruning-ratio`, or name a mask of K alone",
         )
-    check_foldable(export.checkpoint, export.facts)
+    check_measurable(export.checkpoint, export.facts)
 
 
 def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:

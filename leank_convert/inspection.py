@@ -33,7 +33,7 @@ from leank_convert.head_layout import (
     plan_head_layout,
 )
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, read_block
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
@@ -148,6 +148,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         **_describe_origin(mask),
         "windows": asdict(windows),
         "key_mean": KEY_MEAN_KEY in leank,
+        "value_basis": VALUE_BASIS_KEY in leank,
         "head_permutation": leank["head_permutation"],
     }
 
@@ -325,6 +326,7 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
         counts = Counter(sorted(width for layer in facts["value_widths"] for width in layer))
         asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
         measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
+        measured += ", which V is turned into as it is cached" if facts.get("value_basis") else ""
         ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
         yield "V pruning ratio", ratio + measured
         yield "heads per V width", ", ".join(f"{width}: {n}" for width, n in counts.items())

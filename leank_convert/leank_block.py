@@ -40,6 +40,8 @@ LAYERS_KEY = "layers"
 KEY_MEAN_KEY = "key_mean"
 # How many directions of V every head keeps of a pruned token `[L][H_kv]`, where the mask prunes V.
 VALUE_WIDTHS_KEY = "value_widths"
+# True where the runtime turns V into the mask file's basis as it is stored, as it is not in the weights.
+VALUE_BASIS_KEY = "value_basis"
 _LARGEST = 2**63 - 1
 # What the shards' metadata leave out: it says nothing to a reader there.
 _NOT_IN_METADATA = ("channel_masks", "files")
@@ -100,7 +102,7 @@ def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> L
 
 def _check_keys(leank: Mapping[str, Any]) -> None:
     expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
-    expected |= {LAYERS_KEY, KEY_MEAN_KEY, VALUE_WIDTHS_KEY} & leank.keys()
+    expected |= {LAYERS_KEY, KEY_MEAN_KEY, VALUE_WIDTHS_KEY, VALUE_BASIS_KEY} & leank.keys()
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):

@@ -79,19 +79,21 @@ def apply_mask(
     windows = Windows(**{**{key: getattr(known, key) for key in Windows().sizes}, **given})
     orders = tuple(tuple(range(facts.num_key_value_heads)) for _ in facts.layers)
     layout = HeadLayout(orders, tuple(map(tuple, mask.widths)))
-    block = build_leank_facts(mask, known, layout, windows, {})
+    block = build_leank_facts(mask, known, layout, windows, {}, folds_values=False)
     means = None if mask.key_mean is None else [own.float()[None] for own in mask.key_mean]
+    bases = None if mask.value_basis is None else list(mask.value_basis)
 
     attention, joined = model.config._attn_implementation, _joined(model)
     model.__class__ = getattr(modeling_leank, f"LeanK{stock.__name__}")
-    model.config.leank, model.key_means, model.graph_memory = block, means, GraphMemory()
+    model.config.leank, model.graph_memory = block, GraphMemory()
+    model.key_means, model.value_bases = means, bases
     model.config._attn_implementation = ATTENTION_NAME
     hook = model.register_state_dict_post_hook(own_storages)
 
     def undo() -> None:
         hook.remove()
         model.__class__ = stock
-        del model.config.leank, model.key_means, model.graph_memory
+        del model.config.leank, model.key_means, model.value_bases, model.graph_memory
         model.config._attn_implementation = attention
         for parameter in _joined(model) - joined:  # which decoding laid side by side
             parameter.data = parameter.data.clone()
@@ -125,19 +127,13 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
 
 
 def find_mask(mask: ChannelMask | str | os.PathLike[str] | None, name: str) -> tuple[ChannelMask, str]:
-    """Return a mask that needs no other weights, and what messages call it."""
+    """Return a mask, and what messages call it."""
     origin = "mask"
     if not isinstance(mask, ChannelMask):
         path = find_packaged(name, None) if mask is None else resolve_mask(mask)
         if path is None:
             raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
         mask, origin = load_mask(path), str(path)
-    if mask.value_basis is not None:
-        raise LeanKError(
-            f"mask `{origin}` prunes V in a basis that has to be folded into the weights, and those in "
-            "memory stay as they are",
-            hint="export it (`leank-convert export MODEL --mask MASK -o OUT`), and load or evaluate OUT",
-        )
     return mask, origin
 
 

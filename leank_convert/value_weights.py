@@ -1,7 +1,8 @@
-"""The weights that a basis of V belongs to: which models it can be folded into, and a digest that tells them.
+"""The weights that a basis of V belongs to: which models it is folded into, and a digest that tells them.
 
 A basis is folded into the rows of the projection that makes V and the columns of the one that attention's
-output goes through, so both have to be plain floats with nothing between them.
+output goes through, where both are plain floats with nothing between them. Elsewhere weights stay as they
+are, and the runtime turns V into the basis as it is stored, and the output back.
 """
 
 from __future__ import annotations
@@ -18,41 +19,50 @@ from leank_convert.families import attention_tensor
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.safetensors_file import TensorInfo
 
-_HINT = "leave V as it is: a `value_pruning_ratio` of 0"
+
+def is_folded_into(checkpoint: Checkpoint, facts: ModelFacts) -> bool:
+    """Whether a basis of V is folded into a model's weights: floats, with no gates between them."""
+    return not facts.architecture.gated and _find_quantized(checkpoint, facts) is None
 
 
-def check_foldable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Check that a basis of V can be folded into a model's weights.
+def check_measurable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Check that a basis of V can be measured on a model.
 
     Raises:
-        LeanKError: If something stands between V and its output projection, one of the two is quantized, or a
-            tensor is missing.
+        LeanKError: If `v_proj` or `o_proj` is quantized, or a tensor is missing.
     """
-    if facts.architecture.gated:
+    if (name := _find_quantized(checkpoint, facts)) is not None:
         raise LeanKError(
-            f"V of model `{checkpoint.folder}` cannot be pruned: `{facts.model_type}` multiplies attention's "
-            "output by gates, channel by channel, before `o_proj`, so no basis can be folded into the two",
-            hint=_HINT,
+            f"no basis of V is measured on model `{checkpoint.folder}`, whose `{name}` is quantized",
+            hint="measure it on the model that it was quantized from, whose `channel_mask.safetensors` "
+            "prunes this one's V too (`--mask`), or leave V as it is: a `value_pruning_ratio` of 0",
         )
+
+
+def _find_quantized(checkpoint: Checkpoint, facts: ModelFacts) -> str | None:
+    """The first weight of V or O that is no plain floats; LeanKError if one is missing."""
     for layer in facts.layers:
         for name in (_values_of(checkpoint, layer), attention_tensor(layer, "o_proj.weight")):
             module = name.removesuffix(".weight")
             beside = {*checkpoint.names_in(module), *checkpoint.names_in(name)} - {name, f"{module}.bias"}
             found = checkpoint.find(name)
             if beside or (found is not None and found.dtype not in FLOAT_DTYPES):
-                raise LeanKError(
-                    f"V of model `{checkpoint.folder}` cannot be pruned: `{name}` is quantized, and a basis "
-                    "folded into it would have to be rounded again",
-                    hint=f"convert the model that it was quantized from, or {_HINT}",
-                )
+                return name
             if found is None:
                 raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing")
+    return None
 
 
 def check_values_belong(
     known: MaskProvenance, checkpoint: Checkpoint, facts: ModelFacts, *, mask_origin: str, model_origin: str
 ) -> None:
-    """Check that a mask's basis of V is of a model's weights; LeanKError if not, or if none can be."""
+    """Check that a mask's basis of V is of a model's weights; LeanKError if not.
+
+    Of quantized weights, which it was not measured on, nothing is asked: any basis serves them exactly, one
+    of the weights before they were rounded nearly as well as their own.
+    """
+    if _find_quantized(checkpoint, facts) is not None:
+        return
     if known.value_weights != digest_values(checkpoint, facts):
         raise LeanKError(
             f"mask `{mask_origin}` has a basis of V for other weights of `v_proj` and `o_proj` than those of "
@@ -68,9 +78,9 @@ def digest_values(checkpoint: Checkpoint, facts: ModelFacts) -> str:
     Layer by layer: rows of V, its bias where there is one, the whole weight of `o_proj`.
 
     Raises:
-        LeanKError: As `check_foldable`.
+        LeanKError: As `check_measurable`.
     """
-    check_foldable(checkpoint, facts)
+    check_measurable(checkpoint, facts)
     digest = hashlib.sha256()
     for layer in facts.layers:
         for tensor, start in _parts(checkpoint, facts, layer):

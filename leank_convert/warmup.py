@@ -13,7 +13,7 @@ import torch
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.leank_block import KEY_MEAN_KEY
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_BASIS_KEY
 from leank_convert.trust import check_code
 
 _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,6 +100,8 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
                     scale.fill_(1)
         if config.leank.get(KEY_MEAN_KEY):  # whichever it is
             model.key_means = [torch.zeros(1, 1, 1)] * len(config.leank["widths"])
+        if config.leank.get(VALUE_BASIS_KEY):
+            model.value_bases = [torch.zeros(1, 1, 1)] * len(config.leank["widths"])
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise LeanKError(
             f"`{checkpoint}` is no checkpoint that this machine can load: {error}",

@@ -21,7 +21,8 @@ def fits_heads(adapter: object, leank: Mapping[str, Any]) -> bool:
     folder, or what else `load_adapter` was given) for the order and the basis of this `leank` block.
     """
     orders = [list(order) for order in leank["head_permutation"]]
-    mask = leank["files"][MASK_FILE] if "value_widths" in leank else None
+    is_folded = "value_widths" in leank and "value_basis" not in leank
+    mask = leank["files"][MASK_FILE] if is_folded else None
     if mask is None and all(order == sorted(order) for order in orders):
         return True
     if not isinstance(adapter, str | Path) or not (Path(adapter) / _WEIGHTS).is_file():

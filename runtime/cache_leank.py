@@ -46,6 +46,7 @@ class LeanKCache(Cache):
         use_graphs: bool = True,
         kv_dtype: str | None = None,
         constants: Sequence[Constants] | None = None,
+        value_bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
         settings = read_settings(config)
         mode = settings.windows.prune if prune is None else check_prune(prune, "`prune`")
@@ -54,16 +55,18 @@ class LeanKCache(Cache):
         layouts = cut_layers(settings.widths, settings.value_widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
         given = [Constants()] * len(settings.widths) if constants is None else constants
-        if settings.has_key_mean and any(own.key_mean is None for own in given):
+        lacks_mean = settings.has_key_mean and any(own.key_mean is None for own in given)
+        if lacks_mean or (settings.has_value_basis and value_bases is None):
             raise ValueError(
-                "config.json: `leank.key_mean` says that keys have a mean, and the cache was given none; "
-                "build it by `model.build_cache()`"
+                f"config.json: `leank.{'key_mean' if lacks_mean else 'value_basis'}` says that the model has "
+                "one, and the cache was given none; build it by `model.build_cache()`"
             )
+        bases = [None] * len(given) if value_bases is None else value_bases
         self.set_layers(
             [
-                LeanKLayer(layer_idx, mask, layout, self.rows, kv_dtype, own)
-                for layer_idx, mask, layout, own in zip(
-                    settings.layers, settings.channel_masks, layouts, given, strict=True
+                LeanKLayer(layer_idx, mask, layout, self.rows, kv_dtype, own, basis)
+                for layer_idx, mask, layout, own, basis in zip(
+                    settings.layers, settings.channel_masks, layouts, given, bases, strict=True
                 )
             ],
             {},

@@ -36,6 +36,8 @@ class LeanKSettings:
     kv_dtype: str  # what keys and values are stored in: `auto` as they come, `fp8` or `int4`
     has_scales: bool  # whether the checkpoint holds scales for FP8
     has_key_mean: bool  # whether the file of its mask holds the mean of keys
+    # Whether V is rotated as it is stored, by a basis in that file; else it is pruned as it comes.
+    has_value_basis: bool
 
     @property
     def num_key_value_heads(self) -> int:
@@ -96,8 +98,11 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
                 f"config.json: `leank.head_permutation[{layer}]` is {cut(list(row))}, "
                 f"not a permutation of 0…{num_heads - 1}"
             )
-    if block.get("key_mean", True) is not True:
-        raise ValueError(f"config.json: `leank.key_mean` is {cut(block['key_mean'])}, not true")
+    for key in ("key_mean", "value_basis"):
+        if block.get(key, True) is not True:
+            raise ValueError(f"config.json: `leank.{key}` is {cut(block[key])}, not true")
+    if "value_basis" in block and "value_widths" not in block:
+        raise ValueError("config.json: `leank.value_basis` is there, and no `leank.value_widths`")
     for key in sizes:
         check_size(key, block[key], "config.json: `leank.")
     prune = check_prune(block["prune"], "config.json: `leank.prune`")
@@ -110,6 +115,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
         has_key_mean="key_mean" in block,
+        has_value_basis="value_basis" in block,
     )
 
 

@@ -28,7 +28,7 @@ from .constants_leank import Constants
 from .fp8_leank import SCALE_NAMES, check_scales
 from .fused_step_leank import own_storages
 from .generate_leank import GenerateMixin
-from .mask_file_leank import MASK_FILE, carry_mask_file, load_key_means
+from .mask_file_leank import MASK_FILE, carry_mask_file, load_mask_tensors
 
 logger = logging.get_logger(__name__)
 
@@ -48,10 +48,12 @@ class LeanKMixin:
     Attributes:
         key_means: What comes off keys of every pruned layer, `[1, H_kv, D]` each; None for nothing, or where
             no checkpoint was loaded.
+        value_bases: What V is turned into as it is stored, `[H_kv, D, D]` each; None likewise.
     """
 
     config: Any
     key_means: list[torch.Tensor] | None
+    value_bases: list[torch.Tensor] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         """Build the stock model, or raise a ValueError if the config has no valid `leank` block."""
@@ -64,7 +66,7 @@ class LeanKMixin:
                     # On no `meta` device, so that what is not loaded stays what no cache is built with.
                     unknown = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
                     attention.register_buffer(name, unknown)
-        self.key_means = None
+        self.key_means = self.value_bases = None
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
@@ -73,7 +75,7 @@ class LeanKMixin:
         """Load as the stock class does.
 
         Raises a ValueError if a scale is missing (transformers leaves in its place whatever memory holds), or
-        if the mean of keys is, or makes no sense.
+        if the mean of keys or a basis of V is, or makes no sense.
         """
         model, info = super().from_pretrained(  # type: ignore[misc]
             *args, output_loading_info=True, **kwargs
@@ -90,7 +92,8 @@ class LeanKMixin:
                 '`dtype="float32"` it is several times faster'
             )
         config = model.config
-        model.key_means = load_key_means(config, read_settings(config), config.name_or_path, kwargs)
+        found = load_mask_tensors(config, read_settings(config), config.name_or_path, kwargs)
+        model.key_means, model.value_bases = found
         return (model, info) if output_loading_info else model
 
     def get_correct_attn_implementation(
@@ -114,14 +117,15 @@ class LeanKMixin:
 
         transformers copies weights, config and these files; the mask's file is looked for where the model was
         loaded from. Where it is not found, or is another one by now, the saved config does not name it. If it
-        holds the mean of keys, without which answers are others, that raises a ValueError.
+        holds the mean of keys or a basis of V, without which answers are others, that raises a ValueError.
         """
         block = self.config.leank
         files = dict(block.get("files", {}))
         if not carry_mask_file(self.config.name_or_path, block, Path(save_directory)):
-            if read_settings(self.config).has_key_mean:
+            settings = read_settings(self.config)
+            if settings.has_key_mean or settings.has_value_basis:
                 raise ValueError(
-                    f"`{MASK_FILE}`, which holds the mean of keys, is no longer in "
+                    f"`{MASK_FILE}`, which holds the mean of keys or a basis of V, is no longer in "
                     f"`{self.config.name_or_path}`, or is another file: put it back, then save"
                 )
             files.pop(MASK_FILE, None)
@@ -151,10 +155,11 @@ class LeanKMixin:
         begins, so a prompt in chunks gives what it gives in one piece. `use_graphs` allows that decode steps
         on a CUDA device are captured and replayed as one graph. `kv_dtype="fp8"` stores keys and values in
         eight bits, by the checkpoint's scales where it has some, else by those of every row's prompt; `int4`
-        in four bits; `auto` as they come. None is the config's. Scales or a mean of keys that are wrong or
-        missing raise a ValueError.
+        in four bits; `auto` as they come. None is the config's. Scales, a mean of keys or a basis of V that
+        are wrong or missing raise a ValueError.
         """
-        return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, self._constants())
+        constants, bases = self._constants(), self.value_bases
+        return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, constants, bases)
 
     def _constants(self) -> list[Constants]:
         """Return what the checkpoint says of each channel, layer by layer."""
@@ -164,15 +169,18 @@ class LeanKMixin:
             scales = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
             check_scales(scales)
             constants = [Constants(None, *(scale[None] for scale in own)) for own in scales]
-        if self.key_means is not None:
-            pairs = zip(constants, self.key_means, strict=True)
-            return [own._replace(key_mean=key_mean) for own, key_mean in pairs]
-        if read_settings(self.config).has_key_mean:
+        settings = read_settings(self.config)
+        lacks_mean = settings.has_key_mean and self.key_means is None
+        if lacks_mean or (settings.has_value_basis and self.value_bases is None):
+            lacking = "mean of keys" if lacks_mean else "basis of V"
             raise ValueError(
-                "this model was made from its config alone, and the mean of keys lies in its checkpoint; "
-                "load it by `from_pretrained`"
+                f"this model was made from its config alone, and the {lacking} lies in its checkpoint; load "
+                "it by `from_pretrained`"
             )
-        return constants
+        if self.key_means is None:
+            return constants
+        pairs = zip(constants, self.key_means, strict=True)
+        return [own._replace(key_mean=key_mean) for own, key_mean in pairs]
 
     def _pruned_attentions(self) -> list[Any]:
         """Return the attention modules of the layers that are pruned."""

@@ -51,7 +51,7 @@ def fork(
             layer.model_mask,
             layer.channel_mask,
             *(layer.pending or ()),
-            *(constant for constant in layer.model_constants if constant is not None),
+            *(own for own in (*layer.model_constants, layer.value_basis) if own is not None),
         )
     ]
     forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in shared})
@@ -120,6 +120,7 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
         "chunk sizes": [(layer.layout.chunk_size, layer.layout.value_chunk) for layer in cache.pruned_layers],
         "dtypes": [layer.dtype for layer in cache.pruned_layers],
         "kv_dtype": cache.kv_dtype,
+        "turned V": [layer.value_basis is not None for layer in cache.pruned_layers],
         "constants": [[name for name, own in each._asdict().items() if own is not None] for each in held],
         "devices": [layer.device for layer in cache.pruned_layers],
     }

@@ -168,7 +168,8 @@ def write_export(
     known = mask.provenance
     assert known is not None
     plan = plan_export(checkpoint, mask, facts, kv_scales)
-    leank = build_leank_facts(mask, known, plan.layout, windows, choice.config_overrides, cache)
+    overrides, folds = choice.config_overrides, plan.folds_values
+    leank = build_leank_facts(mask, known, plan.layout, windows, overrides, cache, folds_values=folds)
     try:
         with staged_folder(out, overwrite=export.request.overwrite) as partial:
             # Loading a tokenizer is processor time, writing weights is the disk's.
@@ -183,7 +184,7 @@ def write_export(
             write_atomically(partial / CONFIG_NAME, encode_json(config))
             _check_written(checkpoint, plan, partial)
             tried = None if try_cache is None else try_cache(partial)
-            card = _describe(export, mask, cache, tried)
+            card = _describe(export, mask, leank, tried)
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
@@ -225,7 +226,7 @@ def _write_weights(
     return hashed
 
 
-def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: str | None) -> str:
+def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried: str | None) -> str:
     """Build the model card."""
     checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
     assert known is not None
@@ -239,11 +240,11 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
         facts,
         export.choice.windows,
         count_cache_bytes(
-            mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype"), mask.stored_values
+            mask.widths, facts.head_dim, element_bytes, leank.get("kv_dtype"), mask.stored_values
         ),
         element_bytes=element_bytes,
         tried=tried,
-        leank=cache,
+        leank=leank,
         noted_name=identify_model(checkpoint.folder),
         base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),
         licence=read_licence(checkpoint.folder),

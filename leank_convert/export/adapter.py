@@ -34,7 +34,7 @@ from leank_convert.export.stock_tensors import list_stock_tensors
 from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
-from leank_convert.leank_block import VALUE_WIDTHS_KEY, read_block
+from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
@@ -71,7 +71,8 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
     settings, header = check_adapter(adapter, out)
-    basis = _load_basis(origin, leank) if VALUE_WIDTHS_KEY in leank else None
+    is_folded = VALUE_WIDTHS_KEY in leank and VALUE_BASIS_KEY not in leank
+    basis = _load_basis(origin, leank) if is_folded else None
     edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     made_for = {"head_permutation": leank["head_permutation"]}
     if basis is not None:  # which is in that file

@@ -11,7 +11,13 @@ from leank_convert._runtime.configuration_leank import FORMAT_VERSION
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
-from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, VALUE_WIDTHS_KEY, encode_masks
+from leank_convert.leank_block import (
+    KEY_MEAN_KEY,
+    LAYERS_KEY,
+    VALUE_BASIS_KEY,
+    VALUE_WIDTHS_KEY,
+    encode_masks,
+)
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.mask_tensor import in_checkpoint_order
@@ -25,12 +31,18 @@ def build_leank_facts(
     windows: Windows,
     config_overrides: Mapping[str, Any],
     cache: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    folds_values: bool = True,
 ) -> dict[str, Any]:
-    """Build the `leank` block without its digests; `cache` is what `kv_scales.describe_cache` says."""
+    """Build the `leank` block without its digests; `cache` is what `kv_scales.describe_cache` says.
+
+    `folds_values` tells whether a basis of V is in the weights, else the runtime turns V into it.
+    """
     orders = layout.head_permutation
-    values = {}
+    values: dict[str, Any] = {}
     if mask.value_widths is not None:
         values = {VALUE_WIDTHS_KEY: in_checkpoint_order(mask.value_widths, orders).tolist()}
+        values |= {} if folds_values else {VALUE_BASIS_KEY: True}
     return {
         "format_version": FORMAT_VERSION,
         "widths": [list(layer) for layer in layout.widths],

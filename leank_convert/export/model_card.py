@@ -14,6 +14,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
 from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
 from leank_convert.hub import hide_local_paths
+from leank_convert.leank_block import VALUE_BASIS_KEY
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance, package_versions
 from leank_convert.recipe_file import CHANGE, parse_recipe
@@ -30,7 +31,7 @@ _CARD = """\
 {{ name }} with a static choice of which channels of each KV head's cached key are kept, by
 [LeanK](https://arxiv.org/abs/2508.02215). The weights are the original ones with the KV heads of each
 layer in another order
-{%- if prunes_values %} and V in another basis, folded into `v_proj` and `o_proj`, which changes what the
+{%- if folds_values %} and V in another basis, folded into `v_proj` and `o_proj`, which changes what the
 model computes by the rounding of these weights alone
 {%- else %}, which changes nothing the model computes
 {%- endif %}. The cache{{ of_layers }} keeps {{ (1 - mask.pruning_ratio)|percent }} of the key
@@ -62,7 +63,9 @@ removed channel counts as its mean |
 | V of pruned tokens | {{ mask.value_pruning_ratio|percent }} removed
 {%- if known.value_pruning_ratio_asked is not none %} (asked: \
 {{ "%g"|format(known.value_pruning_ratio_asked) }})
-{%- endif %}: heads keep what weighs most in attention's output |
+{%- endif %}: heads keep what weighs most in attention's output
+{%- if not folds_values %}, in a basis that V is turned into as it is cached, as weights cannot hold it
+{%- endif %} |
 {% endif %}
 
 ## Bytes per cached token
@@ -247,7 +250,8 @@ def build_model_card(
     moved = []
     if any(sorted(order) != list(order) for order in plan_head_layout(mask.widths).head_permutation):
         moved.append("KV heads are in another order")
-    if mask.value_basis is not None:
+    folds_values = mask.value_basis is not None and VALUE_BASIS_KEY not in leank
+    if folds_values:
         moved.append("V is in another basis")
     window_share = (cache.key_window + cache.value_window) / (cache.key_dense + cache.value_dense)
     recipe = _describe_recipe(known)
@@ -278,6 +282,7 @@ def build_model_card(
         heads=heads,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         prunes_values=mask.value_widths is not None,
+        folds_values=folds_values,
         of_layers=f" of {len(facts.layers)} of {facts.num_hidden_layers} layers" if facts.is_mixed else "",
         layers=describe_layers(facts, cache, windows, element_bytes) if facts.is_mixed else "",
         whole=whole,

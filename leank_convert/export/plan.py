@@ -29,7 +29,7 @@ from leank_convert.families import attention_tensor
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
-from leank_convert.value_weights import check_foldable
+from leank_convert.value_weights import is_folded_into
 
 _HEAD = "lm_head.weight"
 # Tensors of a layer's attention that heads have parts of.
@@ -63,6 +63,11 @@ class ExportPlan:
     layout: HeadLayout
     edits: Mapping[str, TensorEdit]  # by tensor; every other one is copied as it is
     added: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # by file and name
+
+    @property
+    def folds_values(self) -> bool:
+        """Whether a basis of V is folded into the weights."""
+        return any(edit.bases is not None for edit in self.edits.values())
 
     @property
     def num_added_bytes(self) -> int:
@@ -124,14 +129,15 @@ def plan_edits(
         checkpoint: The model.
         facts: Its facts.
         head_permutation: `[pruned layer][new] = old`, KV heads.
-        value_basis: What is folded into V and O [L, H_kv, D, D], in the old order; None for nothing.
+        value_basis: What is folded into V and O [L, H_kv, D, D], in the old order, where it is; None for
+            nothing.
 
     Raises:
-        LeanKError: If a tensor is missing or of another shape or dtype, or cannot be permuted or folded.
+        LeanKError: If a tensor is missing or of another shape or dtype, or cannot be permuted.
     """
     check_quantization(checkpoint)
-    if value_basis is not None:
-        check_foldable(checkpoint, facts)
+    if value_basis is not None and not is_folded_into(checkpoint, facts):
+        value_basis = None
     for layer in range(facts.num_hidden_layers):
         check_cache_scales(checkpoint, layer)
     orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))

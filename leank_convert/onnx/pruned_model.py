@@ -16,7 +16,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
-from leank_convert.leank_block import read_block
+from leank_convert.leank_block import VALUE_BASIS_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx.leank_onnx_cache import Bucket
@@ -86,6 +86,11 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         raise LeanKError(
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
             hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
+        )
+    if VALUE_BASIS_KEY in leank:
+        raise LeanKError(
+            f"`{checkpoint}` turns V into a basis as it is cached, which graphs do not",
+            hint="make the graph of the model itself, with a mask of K alone by `--mask`",
         )
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))

@@ -25,7 +25,7 @@ from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.passes import BLOCK_SIZE, check_layers
-from leank_convert.value_weights import check_foldable
+from leank_convert.value_weights import check_measurable
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_trainable(model: str | Path, recipe: Recipe) -> ModelFiles:
     if recipe.trains or recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
         check_layers(files.facts, files.name)
     if recipe.value_pruning_ratio:
-        check_foldable(files.checkpoint, files.facts)
+        check_measurable(files.checkpoint, files.facts)
     return files
 
 

@@ -37,11 +37,11 @@ from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
-from leank_convert.leank_block import VALUE_WIDTHS_KEY
+from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
-from leank_convert.value_weights import check_values_belong
+from leank_convert.value_weights import check_values_belong, is_folded_into
 from leank_convert.verify.checks import Checks
 
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
@@ -139,6 +139,12 @@ def _compare_headers(
         if known is not None:
             origins = {"mask_origin": str(path), "model_origin": str(original.folder)}
             check_values_belong(known, original, facts, **origins)
+        if is_folded_into(original, facts) == (VALUE_BASIS_KEY in leank):
+            is_there, folds = ("there", "folds") if VALUE_BASIS_KEY in leank else ("missing", "cannot fold")
+            raise LeanKError(
+                f"`{checkpoint.folder / CONFIG_NAME}`: `leank.{VALUE_BASIS_KEY}` is {is_there}, and an "
+                f"export of this source {folds} the basis of V into its weights"
+            )
     edits = plan_edits(original, facts, leank["head_permutation"], basis)
     added: set[str] = set()
     if leank.get("kv_scales") is not None:

@@ -70,6 +70,7 @@ class LeanKAttention(Attention):
         window: Whose cache the window's pages are; None where no layer drops a channel.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
+        value_basis: What V is turned into before it is stored `[H_kv, D, D]`; None: as it comes.
         key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
         value_scale: The same of values.
     """
@@ -121,6 +122,8 @@ class LeanKAttention(Attention):
         # Zeros and ones, as weights that an engine makes up have no constants.
         zeros = torch.zeros(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
         self.register_buffer("key_mean", zeros if settings.has_key_mean else None, persistent=False)
+        basis = torch.eye(self.head_size, dtype=torch.float32, device=device).repeat(self.num_kv_heads, 1, 1)
+        self.register_buffer("value_basis", basis if settings.has_value_basis else None, persistent=False)
         for name in SCALE_NAMES:
             ones = torch.ones(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
             is_fp8 = self.kv_cache_dtype in FP8_NAMES

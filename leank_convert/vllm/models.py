@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.configuration_leank import read_settings
 from leank_convert._runtime.fp8_leank import SCALE_NAMES, check_scales
-from leank_convert._runtime.mask_file_leank import load_key_means
+from leank_convert._runtime.mask_file_leank import load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs
 from leank_convert.vllm.adapters import check_adapters
@@ -121,18 +121,19 @@ class _LeanKForCausalLM:
         """
         scales: dict[str, torch.Tensor] = {}
         loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
-        self._set_key_means()
+        self._set_mask_tensors()
         if self._attentions[0].key_scale is not None:
             self._set_scales(scales)
         return loaded
 
-    def _set_key_means(self) -> None:
-        """Give the stage's layers what comes off their keys, from the file beside the weights."""
-        means = load_key_means(self._config, self._settings, *self._source)
-        if means is None:
-            return
+    def _set_mask_tensors(self) -> None:
+        """Give the stage's layers what comes off keys and turns V, from the file beside the weights."""
+        means, bases = load_mask_tensors(self._config, self._settings, *self._source)
         for attention in self._attentions:
-            attention.key_mean.copy_(means[attention.row][:, attention.heads])
+            if means is not None:
+                attention.key_mean.copy_(means[attention.row][:, attention.heads])
+            if bases is not None:
+                attention.value_basis.copy_(bases[attention.row][attention.heads])
 
     def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""

@@ -77,10 +77,10 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             "pruned; use --tensor-parallel-size instead"
         )
     load_format = vllm_config.load_config.load_format
-    if load_format in _STATES and (wanted in FP8_NAMES or block.get("key_mean")):
+    if load_format in _STATES and (wanted in FP8_NAMES or {"key_mean", "value_basis"} & block.keys()):
         yield (
-            f"--load-format {load_format}: such files lack the mean of keys and scales of a cache in FP8; "
-            "serve the checkpoint itself"
+            f"--load-format {load_format}: such files lack the mean of keys, the basis of V and scales of a "
+            "cache in FP8; serve the checkpoint itself"
         )
     if cache.kv_cache_dtype_skip_layers:
         yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"

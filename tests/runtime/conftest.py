@@ -106,7 +106,7 @@ def coded_pair(
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
     """
 
-    def make(codec: str, widths: Any = WIDTHS, *family: Any, **config: Any) -> ModelPair:
+    def code(codec: str, widths: Any = WIDTHS, *family: Any, **config: Any) -> ModelPair:
         kv_dtype, _, constants = codec.partition(" ")
         is_wide = kv_dtype == "int4" and not family
         widths, head_dim = (INT4_WIDTHS, 80) if is_wide else (widths, 16)
@@ -119,7 +119,7 @@ def coded_pair(
             ]
             block = {"value_widths": [[head_dim // 4 * quarters for quarters in row] for row in kept]}
             pair.leank.config.leank = {**pair.leank.config.leank, **block}
-        if codec in ("auto", "auto values"):
+        if kv_dtype == "auto" and "centred" not in constants:
             return pair
         pair.leank.double()
         generator = torch.Generator().manual_seed(1)
@@ -141,7 +141,27 @@ def coded_pair(
         pair.leank.config.leank = block
         return pair
 
+    def make(codec: str, *given: Any, **named: Any) -> ModelPair:
+        pair = code(codec, *given, **named)
+        if "turned" in codec:
+            turn_values(pair)
+        return pair
+
     return make
+
+
+def turn_values(pair: ModelPair) -> None:
+    """Have the cache turn V into a basis, which is folded into the dense model that it is held to."""
+    generator, head_dim = torch.Generator().manual_seed(2), pair.masks.shape[-1]
+    directions = torch.randn(*pair.masks.shape, head_dim, dtype=torch.float64, generator=generator)
+    bases = torch.linalg.qr(directions).Q.to(pair.leank.dtype)
+    pair.leank.value_bases = list(bases)
+    pair.leank.config.leank = {**pair.leank.config.leank, "value_basis": True}
+    for layer, basis in zip(pair.dense.to(bases.dtype).model.layers, bases, strict=True):
+        values, output = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
+        values.data = (basis.mT @ values.data.unflatten(0, (len(basis), head_dim))).flatten(0, 1)
+        columns = output.data.unflatten(1, (len(basis), -1, head_dim))
+        output.data = torch.einsum("ohgd,hde->ohge", columns, basis).flatten(1)
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ def make_layer(kernels, is_fp8):
         page_kernels=kernels and PageKernels(),
         most_keys=200,
         key_mean=torch.randn(1, len(LAYOUT.widths), HEAD_DIM, generator=generator),
+        value_basis=None,
         key_scale=None,
         value_scale=None,
     )
@@ -178,6 +179,35 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
         outputs.append(output[real])
         held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])  # page 0 is nobody's
     torch.testing.assert_close(outputs[1], outputs[0])
+    for pools in zip(*held, strict=True):
+        torch.testing.assert_close(*pools)
+
+
+@pytest.mark.parametrize("kernels", [None, Kernels()])
+def test_v_that_is_turned_attends_as_where_it_came_turned(kernels, monkeypatch):
+    """Of a layer with a basis, and of one whose weights have it: pages hold the same."""
+    num_heads, generator = len(LAYOUT.widths), torch.Generator().manual_seed(1)
+    queries, lengths, prompts = [1, 2, 40, 33, 70], [30, 96, 40, 33, 80], [20, 90, 40, 33, 80]
+    query, key, value = (
+        torch.randn(sum(queries), count, HEAD_DIM, generator=generator)
+        for count in (num_heads * GROUPS, num_heads, num_heads)
+    )
+    basis = torch.linalg.qr(torch.randn(num_heads, HEAD_DIM, HEAD_DIM, generator=generator)).Q
+    turned = torch.einsum("thd,hde->the", value, basis)
+    said, outputs, held = batch(queries, lengths, prompts), [], []
+    for own, values in ((basis, value), (None, turned)):
+        layer, kept = make_layer(kernels, is_fp8=False)
+        layer.value_basis = own
+        steps = [make_builder().build(0, said) for _ in range(2)]
+        context = SimpleNamespace(attn_metadata={"window": steps[1]})
+        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
+        outputs.append(torch.zeros_like(query))
+        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
+        impl.flash_attention = kernels and flash_attention
+        impl.forward(layer, query, key, values, kept, steps[0], outputs[-1])
+        held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])
+    back = torch.einsum("thge,hde->thgd", outputs[1].unflatten(1, (num_heads, -1)), basis).flatten(1, 2)
+    torch.testing.assert_close(outputs[0], back)
     for pools in zip(*held, strict=True):
         torch.testing.assert_close(*pools)
 

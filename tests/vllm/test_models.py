@@ -30,6 +30,7 @@ SCALES = {
 
 ORDERS = [[2, 0, 3, 1], [0, 1, 3, 2]]  # of the original's heads in the checkpoint
 MEANS = torch.randn(2, 4, 16).half()
+BASES = torch.randn(2, 4, 16, 16)
 
 
 def set_scales(scales):
@@ -72,23 +73,30 @@ def test_a_scale_that_is_wrong_is_named(damage, said):
 def set_means(folder, damage=None):
     """What the second rank has of those in a mask's file."""
     file = folder / MASK_FILE
-    save_file({"key_mean": MEANS}, file)
+    save_file({"key_mean": MEANS, "value_basis": BASES}, file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if damage == "missing":
         file.unlink()
     elif damage == "another":
-        save_file({"key_mean": MEANS + 1}, file)
+        save_file({"key_mean": MEANS + 1, "value_basis": BASES}, file)
     attentions = [
-        SimpleNamespace(row=layer, heads=HEADS[1][layer], key_mean=torch.zeros(1, 2, 16))
+        SimpleNamespace(
+            row=layer,
+            heads=[*HEADS[1][layer]],
+            key_mean=torch.zeros(1, 2, 16),
+            value_basis=torch.zeros(2, 16, 16),
+        )
         for layer in range(2)
     ]
     model = SimpleNamespace(
         _attentions=attentions,
-        _settings=SimpleNamespace(has_key_mean=True, channel_masks=torch.ones(2, 4, 16)),
+        _settings=SimpleNamespace(
+            has_key_mean=True, has_value_basis=True, channel_masks=torch.ones(2, 4, 16)
+        ),
         _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
         _source=(str(folder), {"revision": None}),
     )
-    _LeanKForCausalLM._set_key_means(model)
+    _LeanKForCausalLM._set_mask_tensors(model)
     return attentions
 
 
@@ -96,9 +104,16 @@ def set_means(folder, damage=None):
 def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path):
     with pytest.raises(
         ValueError,
-        match=f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys, is missing or not the file that",
+        match=f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys and the basis of V, is missing or",
     ):
         set_means(tmp_path, damage)
+
+
+def test_means_and_bases_of_a_rank_are_those_of_its_heads(tmp_path):
+    for layer, attention in enumerate(set_means(tmp_path)):
+        heads = [ORDERS[layer][head] for head in HEADS[1][layer]]
+        assert torch.equal(attention.key_mean[0], MEANS[layer, heads].float())
+        assert torch.equal(attention.value_basis, BASES[layer, heads])
 
 
 @pytest.mark.parametrize(

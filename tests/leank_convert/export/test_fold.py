@@ -1,5 +1,6 @@
 """A basis of V in a checkpoint: folded into V and O, of any family, and found where it is another."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -8,15 +9,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from leank_convert._runtime import modeling_leank
+from leank_convert.convert import export_model
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate import loading
 from leank_convert.export import export_checkpoint
 from leank_convert.export.adapter import convert_adapter
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
 from leank_convert.prune import prune_model
-from tests.checks import bless, facts_of, failed, prune_values
+from tests.checks import bless, facts_of, failed, prune_values, say_in_block
 from tests.tiny_families import FAMILIES, batch, random_mask, tiny_model
 
 WIDTHS = [[16, 0], [8, 16], [0, 5], [16, 2]]  # of K; heads change places
@@ -115,25 +117,84 @@ def test_a_basis_belongs_to_the_weights_that_it_was_measured_on(folder_of, tmp_p
     assert "has a basis of V for other weights" in failed(out, other)["source: tensors"]
 
 
-def test_what_a_basis_cannot_be_folded_into_is_refused(folder_of, tmp_path, monkeypatch):
+def scores_of(model):
+    """Scores of tokens that are decoded behind prompts of which most is pruned, one row padded."""
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    return torch.stack(model.generate(**batch(), **options).scores)
+
+
+SIZES = {"sink_size": 2, "recent_size": 4, "flush_size": 2}
+
+
+def test_v_that_is_turned_as_it_is_cached_answers_as_where_it_is_folded(folder_of, tmp_path):
+    source = folder_of("llama")
+    mask = pruned_mask(source)
+    out = export_checkpoint(source, mask, tmp_path / "out", **SIZES)
+    folded = modeling_leank.LeanKLlamaForCausalLM.from_pretrained(out).eval()
+    model = stock_model("llama", source)
+    plain = replace(mask, value_basis=None, value_widths=None)
+    with prune_model(model, plain, **SIZES):
+        whole = scores_of(model)
+    with prune_model(model, mask, **SIZES):
+        turned = scores_of(model)
+    torch.testing.assert_close(turned, scores_of(folded), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(turned, whole, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("row", [case for case in FAMILIES if case.values[0].gated])
+def test_beside_gates_weights_stay_and_v_is_turned_as_it_is_cached(row, folder_of, tmp_path):
+    source = folder_of(row.model_type)
+    mask = pruned_mask(source)
+    out, plain = tmp_path / "out", replace(mask, value_basis=None, value_widths=None)
+    export_checkpoint(source, mask, out, **SIZES)
+    assert not failed(out, source)
+    same = export_checkpoint(source, plain, tmp_path / "plain", **SIZES)
+    assert all(tensor.equal(tensors_of(same)[name]) for name, tensor in tensors_of(out).items())
+    block = read_json(out / "config.json")["leank"]
+    assert block["value_basis"] is True and "value_basis" not in read_json(same / "config.json")["leank"]
+    assert "in a basis that V is turned into as it is cached" in (out / "README.md").read_text()
+    say_in_block(out, "value_basis", None)
+    assert (
+        "`leank.value_basis` is missing, and an export of this source cannot fold"
+        in failed(out, source)["source: tensors"]
+    )
+    model = stock_model(row.model_type, source)
+    every = replace(mask, value_widths=mask.channel_mask.any(-1).int() * mask.channel_mask.shape[-1])
+    scores = []
+    for each in (plain, every, mask):
+        with prune_model(model, each, **SIZES):
+            scores.append(scores_of(model))
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(scores[2], scores[0], rtol=1e-2, atol=1e-2)
+
+
+def test_quantized_weights_stay_and_take_the_basis_of_those_that_they_were_made_of(folder_of, tmp_path):
     source = folder_of("llama")
     mask, model = pruned_mask(source), source / "model.safetensors"
-    checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
-    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    for prune in (
-        lambda: prune_model(stock_model("llama", source), mask).__enter__(),
-        lambda: loading.load_evaluated(source, torch.device("cpu"), mask=checkpoint),
-    ):
-        with pytest.raises(LeanKError, match="prunes V in a basis that has to be folded into the weights"):
-            prune()
     tensors = load_file(model)
     name = "model.layers.1.self_attn.v_proj.weight"
     scale = tensors[name].abs().amax(1, keepdim=True) / 448
     tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
     save_file(tensors, model, {"format": "pt"})
-    with pytest.raises(LeanKError, match=f"cannot be pruned: `{name}` is quantized") as caught:
-        export_checkpoint(source, mask, tmp_path / "out")
-    assert caught.value.exit_code == 2 and not (tmp_path / "out").exists()
+    config = {**read_json(source / "config.json"), "quantization_config": {"quant_method": "fbgemm_fp8"}}
+    (source / "config.json").write_text(json.dumps(config))
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    assert not failed(out, source) and read_json(out / "config.json")["leank"]["value_basis"] is True
+    with pytest.raises(
+        LeanKError, match=f"no basis of V is measured on model .*`{name}` is quantized"
+    ) as caught:
+        export_model(
+            source,
+            replace(mask, value_basis=None, value_widths=None),
+            tmp_path / "b",
+            value_pruning_ratio=0.5,
+        )
+    assert caught.value.exit_code == 2 and "the model that it was quantized from" in caught.value.hint
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
