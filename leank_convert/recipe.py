@@ -223,7 +223,7 @@ class Recipe(_Section):
     value_pruning_ratio: _Fraction = Field(
         0.0,
         description="fraction of V's channels that pruned tokens lose, in a basis of V that is measured in "
-        "the end and folded into the weights; 0: V as it is",
+        "the end; 0: V as it is",
     )
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
