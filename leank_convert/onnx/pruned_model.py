@@ -119,11 +119,11 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     """Load a model or a converted checkpoint as its stock class, by its config.json or a changed one.
 
     Raises:
-        LeanKError: If its weights are quantized, or transformers refuses its config.json.
+        LeanKError: If its weights are quantized; also as `build_config`.
     """
     refuse_quantized(config, folder)
-    stock: Any = getattr(transformers, architecture.causal_lm_class)
     built = build_config(config, architecture, origin=str(folder / CONFIG_NAME))
+    stock: Any = getattr(transformers, architecture.causal_lm_class)
     return load_from(stock, folder, config=built, dtype=DTYPES[dtype]).eval()
 
 
