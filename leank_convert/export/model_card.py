@@ -170,10 +170,8 @@ of {{ held_out.min_length }} to {{ held_out.max_length }} tokens were answered g
 
 | | dense model | pruned |
 |---|---|---|
-{% if held_out.tokens %}
 | {{ held_out.tokens.count }} answer tokens, each given those before it | \
 {{ held_out.tokens.dense|percent }} | {{ held_out.tokens.pruned|percent }} |
-{% endif %}
 | whole answers, right in every token | {{ held_out.dense|percent }} | {{ held_out.pruned|percent }} |
 
 So few samples find what is broken, not what is lost: measure on your own task.
