@@ -77,7 +77,9 @@ def refused_by_transformers(origin: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of as many kinds as there are keys
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, KeyError):
+            reason = f"unknown value or missing key: {reason}"
         raise LeanKError(
             f"`{origin}` is refused by transformers: {reason[:_MAX_REASON]}",
             hint="compare it, and any `model.config_overrides`, with the config.json of the original model",

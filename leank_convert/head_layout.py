@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from leank_convert._runtime.layout_leank import ChunkLayout
+from leank_convert._runtime.layout_leank import choose_value_multiple as choose_value_multiple
 from leank_convert.architectures import ModelFacts
 from leank_convert.windows import Windows
 

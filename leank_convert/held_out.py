@@ -44,8 +44,8 @@ class HeldOut:
         dense: Share that the dense model answers right in every token, greedily.
         pruned: Share that the pruned one does.
         distillation: Mean squared difference of their hidden states, as training logs it.
+        tokens: What the answers' single tokens say.
         warnings: What of it is far off, and what to change.
-        tokens: What the answers' single tokens say; None in files that were written before they were counted.
     """
 
     tasks: Annotated[tuple[Annotated[str, Field(max_length=40)], ...], Field(max_length=16, strict=False)]
@@ -57,21 +57,18 @@ class HeldOut:
     dense: _Share
     pruned: _Share
     distillation: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tokens: TokenShares
     warnings: Annotated[
         tuple[Annotated[str, Field(max_length=400)], ...], Field(max_length=8, strict=False)
     ] = ()
-    tokens: TokenShares | None = None
 
     @property
     def shares(self) -> str:
         """What was right, in a few words."""
-        whole = f"dense {self.dense:.1%}, pruned {self.pruned:.1%} of {self.num_answers}"
-        if self.tokens is None:
-            return f"{whole} held-out answers"
         dense, pruned, count = self.tokens.dense, self.tokens.pruned, self.tokens.count
         return (
             f"dense {dense:.1%}, pruned {pruned:.1%} of {count} tokens in held-out answers; "
-            f"{whole} answers in full"
+            f"dense {self.dense:.1%}, pruned {self.pruned:.1%} of {self.num_answers} answers in full"
         )
 
     def render(self) -> str:

@@ -20,6 +20,7 @@ from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.families import attention_tensor
 from leank_convert.files import open_file
+from leank_convert.mask_tensor import in_checkpoint_order
 
 # A model that was cast before it was saved has them in halves, which hold the same numbers.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -54,14 +55,10 @@ class KVScales:
         self, facts: ModelFacts, head_permutation: Sequence[Sequence[int]]
     ) -> list[dict[str, Tensor]]:
         """A checkpoint's tensors, layer by layer, their heads in its order."""
+        ordered = (in_checkpoint_order(scales, head_permutation) for scales in (self.keys, self.values))
         return [
-            {
-                name: scales[layer][list(order)]
-                for name, scales in zip(names, (self.keys, self.values), strict=True)
-            }
-            for layer, (names, order) in enumerate(
-                zip(name_scale_tensors(facts), head_permutation, strict=True)
-            )
+            dict(zip(names, of_layer, strict=True))
+            for names, *of_layer in zip(name_scale_tensors(facts), *ordered, strict=True)
         ]
 
     def describe(self) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import user_path, write_atomically
-from leank_convert.head_layout import list_value_widths
+from leank_convert.head_layout import choose_value_multiple, list_value_widths
 from leank_convert.hub import download_file, is_hub_id
 from leank_convert.mask_provenance import MaskProvenance, encode_value
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool

@@ -111,5 +111,5 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
 
 
 def in_checkpoint_order(values: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:
-    """Bring a mask, a mean of keys or widths [L, H_kv, …] into a checkpoint's order `[layer][new] = old`."""
+    """Bring what is known of heads [L, H_kv, …] into a checkpoint's order `[layer][new] = old`."""
     return torch.stack([heads[list(order)] for heads, order in zip(values, head_permutation, strict=True)])

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, relative_error
@@ -33,7 +33,7 @@ from leank_convert.onnx import OPSET, PrunedModel, check_available, export_graph
 from leank_convert.onnx.graph import attending
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE, Array, Cache, Description
 from leank_convert.onnx.leank_onnx_session import load_graph, run_graph
-from leank_convert.onnx.quantize import round_weights
+from leank_convert.onnx.quantize import SCHEMES, quantize_blocks
 
 SIDES = ("dense", "leank")
 _PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
@@ -176,6 +176,25 @@ def build_stock(geometry: Geometry) -> Any:
             stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
         )
     return model.eval().requires_grad_(False)
+
+
+def round_weights(model: Any, weights: str) -> None:
+    """Give a model's linear layers the values that they have once quantized, no longer the embedding's."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)
+
+
+def _rounded(weight: Tensor, weights: str) -> Tensor:
+    """A weight [out, in] after quantization."""
+    scheme = SCHEMES[weights]
+    packed, scales = quantize_blocks(weight.T.numpy(), scheme)
+    numbers = torch.from_numpy(packed)
+    if scheme.bits == 4:
+        numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(2)
+    middle = 1 << (scheme.bits - 1)
+    blocks = (numbers.float() - middle) * torch.from_numpy(scales)[..., None]
+    return blocks.flatten(1)[:, : weight.shape[1]].to(weight.dtype).contiguous()
 
 
 def draw_cache(setup: Setup, num_tokens: int) -> Cached:

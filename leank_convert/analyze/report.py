@@ -143,7 +143,8 @@ def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:
     names = [f"{length:,}" for length in measured.lengths]
-    ratios = measured.high_frequency_ratio
+    ratios, title = measured.high_frequency_ratio, "High-frequency ratio by head"
+    top = max(1.0, float(ratios.max()))
     return [
         Section(
             "Are the same channels large everywhere?",
@@ -161,7 +162,7 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
             "frequencies",
             lambda: panels(
                 rows_height(len(mask.channel_mask)),
-                (figures.draw_ratio_by_head, ratios),
+                (figures.draw_by_head, ratios, title, "high-frequency ratio", top),
                 (figures.draw_ratio_by_width, ratios, mask.channel_mask.sum(-1)),
             ),
             "The norm of a head's attention logits from the faster half of the RoPE pairs alone, against "

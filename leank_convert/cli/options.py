@@ -77,99 +77,91 @@ def also_option(default: str = "") -> Callable[[_Command], _Command]:
     )
 
 
-def method_options(command: _Command) -> _Command:
-    """`--method`, `--budget`: the recipe checks what they may be."""
-    uniform = ", ".join(method.name for method in METHODS.values() if method.budget == "uniform")
-    command = click.option(
-        "--budget",
-        metavar="|".join(get_args(Budget)),
-        help="Every head keeps as many channels, or the whole model's best are kept. Default: uniform for "
-        f"{uniform}, else global.",
-    )(command)
-    return click.option(
+def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Options that go together, in the order in which help names them."""
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+# The recipe checks what they may be.
+method_options = _together(
+    click.option(
         "--method",
         metavar="NAME",
         help="What chooses channels. Default: the recipe's, else leank. "
         + " ".join(f"{method.name} {method.summary}." for method in METHODS.values()),
-    )(command)
-
-
-def window_options(command: _Command) -> _Command:
-    """`--sink-size`, `--recent-size`, `--flush-size`."""
-    for name, text in (
-        ("flush-size", "Tokens that leave the recent window at once."),
-        ("recent-size", "Last tokens that keep every channel."),
-        ("sink-size", "First tokens that keep every channel."),
-    ):
-        smallest = 1 if name == "flush-size" else 0
-        command = click.option(f"--{name}", type=click.IntRange(smallest, MAX_WINDOW), help=text)(command)
-    return command
-
-
-def mask_options(command: _Command) -> _Command:
-    """`--mask`, `--pruning-ratio`, `--all-channels`, and what gives an export its windows."""
-    for option in (
-        window_options,
-        set_option,
-        recipe_option,
-        click.option(
-            "--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache."
-        ),
-        click.option(
-            "--pruning-ratio",
-            type=FiniteRange(0, 1, max_open=True),
-            help="Which of several packaged masks. Default: the only one, else that for 0.7.",
-        ),
-        click.option(
-            "--mask",
-            "mask_path",
-            metavar="FILE|ID|NAME",
-            help="Mask: .safetensors, .npy, .pth, a hub id, or a packaged one's name (`leank-convert "
-            "masks`).",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def kv_dtype_option(command: _Command) -> _Command:
-    """`--kv-dtype`."""
-    return click.option(
-        "--kv-dtype",
-        type=click.Choice(["fp8", "int4"]),
-        help="Store keys and values in eight bits, by scales that are measured on the recipe's data, or in "
-        "four. Keys are centred, and a few answers tried. Default: as they come.",
-    )(command)
-
-
+    ),
+    click.option(
+        "--budget",
+        metavar="|".join(get_args(Budget)),
+        help="Every head keeps as many channels, or the whole model's best are kept. Default: uniform for "
+        + ", ".join(method.name for method in METHODS.values() if method.budget == "uniform")
+        + ", else global.",
+    ),
+)
+window_options = _together(
+    *(
+        click.option(f"--{name}", type=click.IntRange(smallest, MAX_WINDOW), help=text)
+        for name, smallest, text in (
+            ("sink-size", 0, "First tokens that keep every channel."),
+            ("recent-size", 0, "Last tokens that keep every channel."),
+            ("flush-size", 1, "Tokens that leave the recent window at once."),
+        )
+    )
+)
+# Of an export: its mask, and what gives it its windows.
+mask_options = _together(
+    click.option(
+        "--mask",
+        "mask_path",
+        metavar="FILE|ID|NAME",
+        help="Mask: .safetensors, .npy, .pth, a hub id, or a packaged one's name (`leank-convert masks`).",
+    ),
+    click.option(
+        "--pruning-ratio",
+        type=FiniteRange(0, 1, max_open=True),
+        help="Which of several packaged masks. Default: the only one, else that for 0.7.",
+    ),
+    click.option(
+        "--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache."
+    ),
+    recipe_option,
+    set_option,
+    window_options,
+)
+kv_dtype_option = click.option(
+    "--kv-dtype",
+    type=click.Choice(["fp8", "int4"]),
+    help="Store keys and values in eight bits, by scales that are measured on the recipe's data, or in four. "
+    "Keys are centred, and a few answers tried. Default: as they come.",
+)
 value_ratio_option = click.option(
     "--value-pruning-ratio",
     type=FiniteRange(0, 1, max_open=True),
     help="Share of V's channels that pruned tokens lose, in a basis that is measured on the recipe's data "
     "and folded into the weights. Default: V as it is, or as the mask says.",
 )
-
-
-def text_model_option(command: _Command) -> _Command:
-    """`--no-text-model`."""
-    return click.option(
-        "--no-text-model",
-        is_flag=True,
-        help="Refuse a MODEL that also reads images; else its text model is converted.",
-    )(command)
-
-
-def hub_options(command: _Command) -> _Command:
-    """`--base-model`, `--push-to-hub`, `--private`."""
-    command = click.option(
+text_model_option = click.option(
+    "--no-text-model",
+    is_flag=True,
+    help="Refuse a MODEL that also reads images; else its text model is converted.",
+)
+hub_options = _together(
+    click.option(
+        "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
+    ),
+    click.option("--private", is_flag=True, help="Make a private hub repository."),
+    click.option(
         "--base-model",
         metavar="OWNER/NAME",
         help="What MODEL is called on the hub, for the model card. Default: what is known of it.",
-    )(command)
-    command = click.option("--private", is_flag=True, help="Make a private hub repository.")(command)
-    return click.option(
-        "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
-    )(command)
+    ),
+)
 
 
 def print_result(result: Any, render: Callable[[Any], str], out: Path | None, *, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -13,20 +13,6 @@ from leank_convert.data import SampleSource
 from leank_convert.evaluate.scores import SCORES
 from leank_convert.recipe import DataSection
 
-Scoring = Literal[
-    "exact",
-    "all",
-    "any",
-    "words",
-    "characters",
-    "rouge",
-    "rouge_characters",
-    "class",
-    "numbers",
-    "code",
-    "final_number",
-    "variables",
-]
 # Room to be wrong in: a right answer ends here at the latest.
 _EXTRA_TOKENS = 4
 
@@ -40,10 +26,9 @@ class Prompt:
     index: int  # its place among the prompts of one task and length
     input_ids: Tensor  # the tokens as they are fed, template included, int64 [N]
     references: tuple[str, ...]  # what the answer should be, or should hold
-    # `exact`: the stripped answer is the one reference. `all`: the share of references that it holds,
-    # whatever their case (RULER's `string_match_all`). `any`: whether it holds one of them (RULER's
-    # `string_match_part`). The others are the best score against a reference, by `scores.py`.
-    scoring: Scoring
+    # A key of `SCORES`. `all` is the share of references that the answer holds (RULER's `string_match_all`);
+    # the others are the best score against a reference.
+    scoring: str
     max_new_tokens: int  # where an answer ends at the latest
     classes: tuple[str, ...] = ()  # with `class`: what the answer might be
     first_line: bool = False  # whether the answer is its first line alone
@@ -65,16 +50,11 @@ def score(prediction: str, prompt: Prompt) -> float:
     Raises:
         LeanKError: If a package that scores it is missing.
     """
-    if prompt.scoring == "exact":
-        return float(prediction.strip() == prompt.references[0])
-    if prompt.scoring in SCORES:
-        if prompt.first_line:
-            prediction = prediction.lstrip("\n").partition("\n")[0]
-        measure = SCORES[prompt.scoring]
-        return max(measure(prediction, reference, prompt.classes) for reference in prompt.references)
-    text = prediction.lower()
-    held = [reference.lower() in text for reference in prompt.references]
-    return float(any(held)) if prompt.scoring == "any" else sum(held) / len(held)
+    if prompt.first_line:
+        prediction = prediction.lstrip("\n").partition("\n")[0]
+    measure = SCORES[prompt.scoring]
+    scores = [measure(prediction, reference, prompt.classes) for reference in prompt.references]
+    return sum(scores) / len(scores) if prompt.scoring == "all" else max(scores)
 
 
 def held_out_prompts(tokenizer: Any, data: DataSection, *, num_samples: int, seed: int) -> list[Prompt]:

@@ -1,6 +1,6 @@
-"""Scores of published benchmarks: an answer against one reference, from 0 to 1.
+"""Scores: an answer against one reference, from 0 to 1.
 
-As LongBench (arXiv 2308.14508) and GSM-Infinite (arXiv 2502.05252) do, with three differences, so that
+Those of LongBench (arXiv 2308.14508) and GSM-Infinite (arXiv 2502.05252) have three differences, so that
 figures are comparable between models here and not with published ones. Chinese is compared by its characters,
 not by words that a segmenter finds. ROUGE-L is the package `rouge-score`'s. Variables are read from the
 answer's last line, for which GSM-Infinite asks another model.
@@ -27,6 +27,16 @@ _FINAL_NUMBERS = (
     (re.compile(r"boxed\{\s*(-?\d+)\s*\}"), -1),
     (re.compile(r"\bis[\s*$]+(-?\d+)\b", re.IGNORECASE), -1),
 )
+
+
+def score_exact(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Whether the answer is the reference, white space around it aside."""
+    return float(answer.strip() == reference)
+
+
+def score_held(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Whether the answer holds the reference, whatever their case."""
+    return float(reference.lower() in answer.lower())
 
 
 def score_words(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -89,6 +99,9 @@ def score_variables(answer: str, reference: str, classes: Sequence[str] = ()) ->
 
 
 SCORES: dict[str, Callable[[str, str, Sequence[str]], float]] = {
+    "exact": score_exact,
+    "all": score_held,
+    "any": score_held,  # RULER's `string_match_part`
     "words": score_words,
     "characters": score_characters,
     "rouge": score_rouge,

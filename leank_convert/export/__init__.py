@@ -44,7 +44,7 @@ from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
 from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.families import attention_tensor
 from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
-from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.head_layout import bytes_of
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
 from leank_convert.leank_block import metadata_facts
@@ -232,17 +232,12 @@ def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried
     assert known is not None
     name = model_name(export.request.model)
     output = checkpoint.find(attention_tensor(0, "o_proj.weight"))
-    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
     return build_model_card(
         name,
         mask,
-        known,
         facts,
         export.choice.windows,
-        count_cache_bytes(
-            mask.widths, facts.head_dim, element_bytes, leank.get("kv_dtype"), mask.stored_values
-        ),
-        element_bytes=element_bytes,
+        element_bytes=bytes_of(facts.dtype or (output.dtype if output else None)),
         tried=tried,
         leank=leank,
         noted_name=identify_model(checkpoint.folder),

@@ -135,19 +135,39 @@ def _plan(
     origin: str,
 ) -> dict[str, TensorEdit]:
     """The adapter's tensors that move, by name."""
-    bases = bases_by_layer(facts, value_basis)
+    bases, path = bases_by_layer(facts, value_basis), header.path
     orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
     shapes = list_stock_tensors(facts, origin=origin)
     edits = {}
     for tensor in header.tensors.values():
         match = _TENSOR.fullmatch(tensor.name)
-        if match is not None:
-            module, part = f"model.{match[1]}", match[2]
-            edit = _plan_part(tensor, module, part, facts, orders, bases, shapes, header.path)
-            if edit is not None:
-                edits[tensor.name] = replace(edit, tensor=tensor.name)
-        elif "self_attn" in tensor.name:
-            raise _unknown(header.path, tensor)
+        if match is None:
+            if "self_attn" in tensor.name:
+                raise _unknown(path, tensor)
+            continue
+        module, part = f"model.{match[1]}", match[2]
+        weight, is_whole = f"{module}.weight", part in _WHOLE
+        if weight not in shapes or not (is_whole or part in (*_OF_OUTPUTS, *_OF_INPUTS)):
+            raise _unknown(path, tensor)
+        dim = 1 if part in _OF_INPUTS else 0
+        if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
+            raise LeanKError(
+                f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the "
+                f"model is {list(shapes[weight])}: the adapter is another model's"
+            )
+        name = f"{module}.{part.removeprefix('base_layer.')}" if is_whole else weight
+        edit = plan_edit(name, tensor.shape if is_whole else shapes[weight], facts, orders, bases)
+        if edit is None or not (is_whole or edit.dim == dim):
+            continue
+        if edit.bases is not None and "magnitude" in part:
+            raise LeanKError(
+                f"`{path}`: tensor `{tensor.name}` holds DoRA's magnitudes of V's rows, and the checkpoint "
+                "has V in another basis, where rows have others",
+                hint=_MERGE,
+            )
+        if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
+            raise _unknown(path, tensor)
+        edits[tensor.name] = replace(edit, tensor=tensor.name)
     return edits
 
 
@@ -161,44 +181,6 @@ def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
             hint="copy or export the checkpoint again",
         )
     return basis
-
-
-def _plan_part(
-    tensor: TensorInfo,
-    module: str,
-    part: str,
-    facts: ModelFacts,
-    orders: Mapping[int, tuple[int, ...]],
-    bases: Mapping[int, tuple[Tensor, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
-) -> TensorEdit | None:
-    """The edit of what an adapter holds of a module, None if it stays."""
-    weight = f"{module}.weight"
-    if weight not in shapes or part not in (*_OF_OUTPUTS, *_OF_INPUTS, *_WHOLE):
-        raise _unknown(path, tensor)
-    dim = 1 if part in _OF_INPUTS else 0
-    if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
-        raise LeanKError(
-            f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the model is "
-            f"{list(shapes[weight])}: the adapter is another model's"
-        )
-    if part in _WHOLE:
-        name, shape = f"{module}.{part.removeprefix('base_layer.')}", tensor.shape
-    else:
-        name, shape = weight, shapes[weight]
-    edit = plan_edit(name, shape, facts, orders, bases)
-    if edit is None or (part not in _WHOLE and edit.dim != dim):
-        return None
-    if edit.bases is not None and "magnitude" in part:
-        raise LeanKError(
-            f"`{path}`: tensor `{tensor.name}` holds DoRA's magnitudes of V's rows, and the checkpoint has V "
-            "in another basis, where rows have others",
-            hint=_MERGE,
-        )
-    if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
-        raise _unknown(path, tensor)
-    return edit
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:

@@ -29,10 +29,12 @@ _WRITE_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes of the source, copied as they are."""
+    """Bytes of the source, copied as they are, or a head's rows of V, which a basis is folded into."""
 
     start: int
     stop: int
+    dtype: str = ""
+    basis: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,6 @@ class _Columns:
     start: int
     runs: int
     edit: TensorEdit
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A head's rows of V in a tensor of the source, which a basis is folded into."""
-
-    tensor: TensorInfo
-    start: int
-    stop: int
-    basis: Tensor
-
-
-_Piece = _Span | _Columns | _Rows
 
 
 def write_shard(
@@ -79,13 +68,13 @@ def write_shard(
         try:
             _write(writer, encode_header(entries, metadata))
             for piece in _merge(_split(source, edits)):
-                if isinstance(piece, _Span):
-                    _copy_span(reader, writer, piece, source.path)
-                elif isinstance(piece, _Rows):
-                    rows = _read(reader, piece.start, piece.stop - piece.start, source.path)
-                    _write(writer, fold_bytes(rows, piece.tensor.dtype, len(piece.basis), piece.basis, 0))
-                else:
+                if isinstance(piece, _Columns):
                     _copy_columns(reader, writer, piece, source.path)
+                elif piece.basis is None:
+                    _copy_span(reader, writer, piece, source.path)
+                else:
+                    rows = _read(reader, piece.start, piece.stop - piece.start, source.path)
+                    _write(writer, fold_bytes(rows, piece.dtype, len(piece.basis), piece.basis, 0))
             for tensor in added.values():
                 _write(writer, tensor.float().numpy().astype("<f4").tobytes())
         except OSError as error:
@@ -93,7 +82,7 @@ def write_shard(
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterator[_Piece]:
+def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterator[_Span | _Columns]:
     for tensor in source.tensors.values():
         start = source.data_start + tensor.start
         edit = edits.get(tensor.name)
@@ -104,15 +93,19 @@ def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterat
         else:
             block = tensor.num_bytes // len(edit.permutation)
             for old in edit.permutation:
-                first, stop = start + old * block, start + (old + 1) * block
                 basis = None if edit.bases is None else edit.bases[old]
-                yield _Span(first, stop) if basis is None else _Rows(tensor, first, stop, basis)
+                yield _Span(start + old * block, start + (old + 1) * block, tensor.dtype, basis)
 
 
-def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    held: _Piece | None = None
+def _merge(pieces: Iterable[_Span | _Columns]) -> Iterator[_Span | _Columns]:
+    held: _Span | _Columns | None = None
     for piece in pieces:
-        if isinstance(held, _Span) and isinstance(piece, _Span) and held.stop == piece.start:
+        if (
+            isinstance(held, _Span)
+            and isinstance(piece, _Span)
+            and held.basis is piece.basis is None
+            and held.stop == piece.start
+        ):
             held = _Span(held.start, piece.stop)
             continue
         if held is not None:

@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
-from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
+from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes, describe_layers, plan_head_layout
 from leank_convert.hub import hide_local_paths
 from leank_convert.leank_block import VALUE_BASIS_KEY
 from leank_convert.mask import ChannelMask
@@ -173,10 +173,8 @@ of {{ held_out.min_length }} to {{ held_out.max_length }} tokens were answered g
 
 | | dense model | pruned |
 |---|---|---|
-{% if held_out.tokens %}
 | {{ held_out.tokens.count }} answer tokens, each given those before it | \
 {{ held_out.tokens.dense|percent }} | {{ held_out.tokens.pruned|percent }} |
-{% endif %}
 | whole answers, right in every token | {{ held_out.dense|percent }} | {{ held_out.pruned|percent }} |
 
 So few samples find what is broken, not what is lost: measure on your own task.
@@ -220,10 +218,8 @@ _TOKENS_OF_NOTE = 8  # at least; most tokenizers make 11 to 14 of one
 def build_model_card(
     name: str,
     mask: ChannelMask,
-    known: MaskProvenance,
     facts: ModelFacts,
     windows: Windows,
-    cache: BytesPerToken,
     *,
     element_bytes: int,
     leank: Mapping[str, Any] = MappingProxyType({}),
@@ -234,12 +230,17 @@ def build_model_card(
     chats: bool = False,
     whole: str | None = None,
 ) -> str:
-    """Build a checkpoint's README.md.
+    """Build a checkpoint's README.md, by a mask with provenance.
 
     `noted_name` is what the model's config.json calls it, if it may be that, `whole` the `model_type` of the
     larger model whose text model it is, and `tried`, a sentence without its full stop, what came of the trial
     of a cache of a dtype of its own.
     """
+    known = mask.provenance
+    assert known is not None
+    cache = count_cache_bytes(
+        mask.widths, facts.head_dim, element_bytes, leank.get("kv_dtype"), mask.stored_values
+    )
     held_out = known.held_out
     # Of another model or other windows it says nothing about this checkpoint.
     if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.config_class import build_config
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.leank_block import VALUE_BASIS_KEY, read_block
@@ -123,18 +124,12 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     """Load a model or a converted checkpoint as its stock class, by its config.json or a changed one.
 
     Raises:
-        LeanKError: If its weights are quantized.
+        LeanKError: If its weights are quantized; also as `build_config`.
     """
     refuse_quantized(config, folder)
+    built = build_config(config, architecture, origin=str(folder / CONFIG_NAME))
     stock: Any = getattr(transformers, architecture.causal_lm_class)
-    values = {**config, "model_type": architecture.model_type}
-    model = load_from(
-        stock,
-        folder,
-        config=getattr(transformers, architecture.config_class).from_dict(values),
-        dtype=DTYPES[dtype],
-    )
-    return model.eval()
+    return load_from(stock, folder, config=built, dtype=DTYPES[dtype]).eval()
 
 
 def refuse_quantized(config: Mapping[str, Any], origin: object) -> None:

@@ -29,8 +29,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from leank_convert.errors import LeanKError
 
@@ -98,26 +96,7 @@ def quantize_weights(path: Path, weights: str) -> None:
             new.replace(old)
 
 
-def round_weights(model: Any, weights: str) -> None:
-    """Give a model's linear layers the values that they have once quantized, no longer the embedding's."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)
-
-
-def _rounded(weight: Tensor, weights: str) -> Tensor:
-    """A weight [out, in] after quantization."""
-    scheme = SCHEMES[weights]
-    packed, scales = _quantize(weight.T.numpy(), scheme)
-    numbers = torch.from_numpy(packed)
-    if scheme.bits == 4:
-        numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(2)
-    middle = 1 << (scheme.bits - 1)
-    blocks = (numbers.float() - middle) * torch.from_numpy(scales)[..., None]
-    return blocks.flatten(1)[:, : weight.shape[1]].to(weight.dtype).contiguous()
-
-
-def _quantize(weight: Any, scheme: Scheme) -> tuple[Any, Any]:
+def quantize_blocks(weight: Any, scheme: Scheme) -> tuple[Any, Any]:
     """Numbers, packed into bytes [out, blocks, bytes], and scales [out, blocks] of a weight [in, out]."""
     quantizers = _quantizers()
     config = quantizers.DefaultWeightOnlyQuantConfig(
@@ -148,7 +127,7 @@ def _replace_product(graph: Any, node: Any, weight: Any, scheme: Scheme) -> None
 
     name = node.inputs[1].name
     inputs = [node.inputs[0]]
-    for part, array in zip(("quantized", "scales"), _quantize(weight, scheme), strict=True):
+    for part, array in zip(("quantized", "scales"), quantize_blocks(weight, scheme), strict=True):
         tensor = onnx_ir.tensor(array, name=f"{name}_{part}")
         value = onnx_ir.Value(
             name=tensor.name,

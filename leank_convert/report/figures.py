@@ -26,7 +26,6 @@ INK = "#808182"  # of text and lines; no other colour of a figure may be equal
 BLUE, ORANGE, GREEN = "#3d85c6", "#e07b39", "#3f9b6d"
 _DROPPED = "#80808020"
 _MOST_LABELS = 16
-_QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 _MOST_NUMBERS = 64  # cells that still have room for their value
 
 STYLE: dict[str, Any] = {
@@ -54,7 +53,7 @@ def draw_scaling_factors(axes: Axes, scaling_factors: Tensor) -> None:
     """Heat map of the scaling factors [L, H_kv, D]: a row per layer and head, a column per channel."""
     image = _draw_heads_by_channels(axes, scaling_factors, "viridis")
     axes.set_title("Scaling factors")
-    _add_colorbar(axes, image, "scaling factor", _QUARTERS)
+    _add_colorbar(axes, image, "scaling factor", 1)
 
 
 def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
@@ -65,23 +64,20 @@ def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
     axes.set_title("Kept channels (blue)")
 
 
-def draw_kept_by_head(axes: Axes, channel_mask: Tensor) -> None:
-    """Heat map of the kept channels of each head: a row per layer, a column per KV head."""
-    head_dim = channel_mask.shape[-1]
-    image = _draw_layers_by_head(axes, channel_mask.sum(-1), "Kept channels by head", head_dim, "d")
-    _add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
+def draw_by_head(
+    axes: Axes, values: Tensor, title: str, label: str, top: float = 1.0, number: str = ".2f"
+) -> None:
+    """Heat map of numbers [L, H_kv] from 0 to `top`: a row per layer, a column per KV head.
 
-
-def draw_gates(axes: Axes, gates: Tensor) -> None:
-    """Heat map of the heads' gates [L, H_kv]: a row per layer, a column per KV head."""
-    _add_colorbar(axes, _draw_layers_by_head(axes, gates, "Gates", 1, ".2f"), "gate", _QUARTERS)
-
-
-def draw_ratio_by_head(axes: Axes, ratios: Tensor) -> None:
-    """Heat map of w_hf [L, H_kv]: a row per layer, a column per KV head."""
-    top = max(1.0, float(ratios.max()))
-    image = _draw_layers_by_head(axes, ratios, "High-frequency ratio by head", top, ".2f")
-    _add_colorbar(axes, image, "high-frequency ratio", np.linspace(0, top, 5).round(2).tolist())
+    Where they have room they are written into the cells, in the format `number`.
+    """
+    image = _draw_cells(axes, values, top)
+    if values.numel() <= _MOST_NUMBERS:
+        _write_numbers(axes, values.numpy(), top, number)
+    axes.set_xticks(range(0, values.shape[1], _label_step(values.shape[1])))
+    _label_layers(axes, len(values), 1)
+    axes.set(title=title, xlabel="KV head")
+    _add_colorbar(axes, image, label, top)
 
 
 def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
@@ -124,7 +120,7 @@ def draw_layers_by_pair(axes: Axes, mask: ChannelMask) -> None:
     image = _draw_cells(axes, 100 * kept, 100)
     _label_layers(axes, num_layers, 1)
     axes.set(title="Kept by layer and RoPE pair", xlabel="pair (0 turns fastest)")
-    _add_colorbar(axes, image, "kept (%)", range(0, 101, 25))
+    _add_colorbar(axes, image, "kept (%)", 100)
 
 
 def draw_width_histogram(axes: Axes, channel_mask: Tensor) -> None:
@@ -272,17 +268,6 @@ def _draw_heads_by_channels(axes: Axes, values: Tensor, colours: Any) -> AxesIma
     return image
 
 
-def _draw_layers_by_head(axes: Axes, values: Tensor, title: str, top: float, number: str) -> AxesImage:
-    """Heat map of values [L, H_kv] from 0 to `top`, with numbers of that format where they have room."""
-    image = _draw_cells(axes, values, top)
-    if values.numel() <= _MOST_NUMBERS:
-        _write_numbers(axes, values.numpy(), top, number)
-    axes.set_xticks(range(0, values.shape[1], _label_step(values.shape[1])))
-    _label_layers(axes, len(values), 1)
-    axes.set(title=title, xlabel="KV head")
-    return image
-
-
 def _draw_cells(axes: Axes, values: Tensor, top: float, colours: Any = "viridis") -> AxesImage:
     return axes.imshow(values.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=top, cmap=colours)
 
@@ -308,11 +293,13 @@ def _label_step(count: int) -> int:
     return -(-count // _MOST_LABELS)
 
 
-def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
+def _add_colorbar(axes: Axes, image: AxesImage, label: str, top: float) -> None:
+    """A scale from 0 to `top` beside an image, with ticks at its quarters."""
     from matplotlib.figure import Figure
 
     figure = axes.figure
     assert isinstance(figure, Figure)
+    ticks = np.linspace(0, top, 5).round(2).tolist()
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=30, label=label, ticks=ticks)
     bar.outline.set_visible(False)
     if bar.solids is not None:

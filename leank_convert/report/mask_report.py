@@ -119,7 +119,7 @@ def _list_sections(
             Section(
                 "What heads were chosen by",
                 "gates",
-                lambda: panels(rows_height(num_layers), (figures.draw_gates, per_head)),
+                lambda: panels(rows_height(num_layers), (figures.draw_by_head, per_head, "Gates", "gate")),
                 "How much a head needs more than sink and recent window; those that need most keep channels.",
             )
         )

@@ -47,13 +47,20 @@ def describe_mask(analysis: MaskAnalysis, asked: float | None = None) -> Iterato
 
 def list_mask_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
     """List the figures of a mask, each with heading and caption."""
-    channels = mask.channel_mask
-    height = rows_height(len(channels))
+    channels, head_dim = mask.channel_mask, analysis.head_dim
+    height, widths = rows_height(len(channels)), channels.sum(-1)
 
     def layers() -> Figure:
         figure = panels(
             height,
-            (figures.draw_kept_by_head, channels),
+            (
+                figures.draw_by_head,
+                widths,
+                "Kept channels by head",
+                f"kept channels of {head_dim}",
+                head_dim,
+                "d",
+            ),
             (figures.draw_kept_by_layer, channels),
             (figures.draw_empty_by_layer, analysis),
             width_ratios=[1.4, 1, 0.7],

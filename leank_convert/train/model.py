@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint, open_checkpoint
+from leank_convert.config_class import build_config, refused_by_transformers
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
@@ -151,13 +152,11 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
 
 def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     name = files.name
-    try:
-        built = CONFIG_MAPPING[files.facts.model_type].from_dict(dict(files.config))
-        # Without weights, so that what fails here is the config's fault alone.
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(built, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever transformers stumbles upon in a value
-        raise _refused_config(error, recipe, name) from error
+    origin = str(files.checkpoint.folder / CONFIG_NAME)
+    built = build_config(files.config, files.facts.architecture, origin=origin)
+    # Without weights, so that what fails here is the config's fault alone.
+    with refused_by_transformers(origin), torch.device("meta"):
+        AutoModelForCausalLM.from_config(built, trust_remote_code=False)  # type: ignore[no-untyped-call]
     try:
         loaded: Any = load_from(
             AutoModelForCausalLM,
@@ -201,14 +200,3 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
         if device.type == "cuda" and worth:
             fuse_layers(model)
     return model
-
-
-def _refused_config(error: Exception, recipe: Recipe, name: str) -> LeanKError:
-    reason = " ".join(str(error).split())
-    if isinstance(error, KeyError):
-        reason = f"unknown value or missing key: {reason}"
-    changed = ", ".join(f"`{key}`" for key in recipe.model.config_overrides)
-    return LeanKError(
-        f"the config of model `{name}` is refused: {reason or type(error).__name__}",
-        hint=f"see `model.config_overrides` ({changed})" if changed else "see the model's `config.json`",
-    )

@@ -16,9 +16,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
+from leank_convert.head_layout import choose_value_multiple
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.train.model import LoadedModel

@@ -6,6 +6,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from leank_convert.architectures import read_model_facts
+from leank_convert.config_class import refused_by_transformers
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.rope import ROPE_TYPES, read_rope_parameters
@@ -237,6 +238,15 @@ def test_overrides_that_make_no_sense_or_change_the_model_are_refused(overrides,
     with pytest.raises(LeanKError, match=re.escape(message)) as caught:
         apply_config_overrides(LLAMA, overrides)
     assert hint in (caught.value.hint or "") and len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(KeyError("x"), "unknown value or missing key: 'x'"), (TypeError(), "TypeError")]
+)
+def test_a_refusal_without_words_is_put_into_some(error, reason):
+    told = f"`c` is refused by transformers: {reason}"
+    with pytest.raises(LeanKError, match=told), refused_by_transformers("c"):
+        raise error
 
 
 def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden():

@@ -12,7 +12,7 @@ from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import rounding
 from leank_convert.files import read_json
-from leank_convert.held_out import HeldOut
+from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
@@ -120,7 +120,7 @@ def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(s
     mask = load_mask(find_by_name("testbed-70"))
     held_out = HeldOut(
         tasks=("retrieval",), min_length=1, max_length=2, num_contexts=1, num_answers=1, seed=0,
-        dense=1.0, pruned=0.5, distillation=0.1, warnings=(),
+        dense=1.0, pruned=0.5, distillation=0.1, tokens=TokenShares(4, 1.0, 0.5),
     )  # fmt: skip
     known = replace(mask.provenance, key_mean_tokens=None, held_out=held_out)
     path = saved(replace(mask, key_mean=None, provenance=known))

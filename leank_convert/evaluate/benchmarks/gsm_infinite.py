@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from leank_convert.data.records import read_field, read_records, read_texts
 from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.benchmarks.files import encode_text, list_files
-from leank_convert.evaluate.prompt import Prompt, Scoring
+from leank_convert.evaluate.prompt import Prompt
 
 _SUBSETS = {1: "symbolic", 2: "medium", 3: "hard"}  # by `d`
 _MAX_NEW_TOKENS = 4096
@@ -58,7 +58,6 @@ def draw_gsm_infinite(tokenizer: PreTrainedTokenizerBase, folder: Path, num_samp
 def _read_prompt(
     tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], place: str, task: str, length: int, index: int
 ) -> Prompt:
-    scoring: Scoring
     if task.startswith(_SUBSETS[1]):
         reference, scoring = ", ".join(read_texts(row, "answer_list", place, _FORM)), "variables"
         closing = "Reason step by step, and name the variables in one sentence at the end."

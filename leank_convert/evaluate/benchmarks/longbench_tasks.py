@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from leank_convert.evaluate.prompt import Scoring
-
 
 class Task(NamedTuple):
     """How a task is asked and scored."""
 
     template: str  # of `{context}` and `{input}`
-    scoring: Scoring
+    scoring: str  # a key of `SCORES`
     max_new_tokens: int
     chat: bool = True  # whether through the chat template
     first_line: bool = False  # whether what follows the answer's first line counts for nothing

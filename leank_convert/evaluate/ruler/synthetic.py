@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from leank_convert.data.drafts import strew
 from leank_convert.data.haystack import Haystack
-from leank_convert.evaluate.prompt import Scoring
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
 
 NOISE = "The shop is shut. The street is wet. A cart rolls by. Then all is quiet. Nobody else comes."
@@ -34,7 +33,7 @@ class Draft(NamedTuple):
     answer_prefix: str  # how the model's answer begins; follows the chat template
     references: tuple[str, ...]  # what the answer should hold
     max_new_tokens: int  # RULER's `tokens_to_generate`
-    scoring: Scoring = "all"
+    scoring: str = "all"  # a key of `SCORES`
 
 
 class NeedleTask(NamedTuple):

@@ -75,6 +75,7 @@ def test_only_the_first_line_counts_where_that_is_the_answer():
     text = "\nLyon\nQuestion: what else?"
     assert score(text, prompt("words", "Lyon", first_line=True)) == 1
     assert score(text, prompt("words", "Lyon")) < 1
+    assert score(text, prompt("any", "question", first_line=True)) == 0
 
 
 def test_what_a_score_depends_on_changes_the_prompts_digest():

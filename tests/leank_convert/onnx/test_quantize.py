@@ -14,18 +14,14 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from bin.benchmarks.onnx_step import round_weights
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
-from leank_convert.onnx.quantize import (
-    SCHEMES,
-    check_quantizer,
-    quantize_weights,
-    round_weights,
-)
+from leank_convert.onnx.quantize import SCHEMES, check_quantizer, quantize_weights
 from leank_convert.testbed.tasks import TASKS, build_sample
 from tests.checks import rejected
 

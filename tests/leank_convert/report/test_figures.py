@@ -35,7 +35,8 @@ def test_heat_maps_show_channels_and_widths_of_every_head():
     assert cells(axes) == mask.view(6, 8).tolist()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
     assert list(axes.get_yticks()) == [0.5, 2.5, 4.5]
-    axes, widths = drawn(figures.draw_kept_by_head, mask), mask.sum(-1)
+    widths = mask.sum(-1)
+    axes = drawn(figures.draw_by_head, widths, "Kept", "kept channels", 8, "d")
     assert cells(axes) == widths.tolist()
     assert [text.get_text() for text in axes.texts] == [str(width) for width in widths.flatten().tolist()]
 

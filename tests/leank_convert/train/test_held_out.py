@@ -179,6 +179,7 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (lambda good: good | {"tokens": None}, "`held_out.tokens` is None: Input should be an object"),
         (lambda good: [good], r"`held_out` is \[\{.*: Input should be an object"),
         (
             lambda good: good | {"warnings": ["a" * 10**6]},

@@ -49,6 +49,7 @@ def copied(retriever_folder, tmp_path):
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "unknown architecture"),
+        ({"pad_token_id": 999}, "config.json` is refused by transformers: Padding_idx must be within"),
         ({"intermediate_size": 64}, r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"),
         ("a tensor is missing", r"`model.layers.1.self_attn.k_proj.weight`"),
         ("no tokenizer", r"the tokenizer of `.*` cannot be loaded"),
