@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import shutil
 import subprocess
@@ -116,6 +117,21 @@ def test_a_file_that_is_missing_or_damaged_is_named(name, content, message, copi
         (copied / name).write_bytes(content)
     with pytest.raises(LeanKOnnxError, match=message):
         LeanKOnnx(copied).encode_chat(CONVERSATION)
+
+
+def test_every_file_has_a_digest_that_finds_it_changed_or_missing(copied):
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copied.iterdir()}
+    change_description(copied, files={key: digests[key] for key in digests.keys() - {"leank_onnx.json"}})
+    check = LeanKOnnx(copied).description.check_file
+    for name in ("model.onnx.data", "leank_onnx_cache.py", "tokenizer.json"):
+        check(name)
+        content = (copied / name).read_bytes()
+        (copied / name).write_bytes(content[:-1])
+        with pytest.raises(LeanKOnnxError, match=f"{name}` differs from what was exported"):
+            check(name)
+        (copied / name).unlink()
+        with pytest.raises(LeanKOnnxError, match=f"{name}` is missing"):
+            check(name)
 
 
 @pytest.mark.parametrize(
