@@ -14,7 +14,6 @@ from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
 from leank_convert.cli import main
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
-from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
 from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.mask_provenance import MaskProvenance
@@ -54,12 +53,6 @@ def failed(folder, source=None):
     report = verify_checkpoint(folder, source)
     assert report.ok == all(check.ok for check in report.checks)
     return {check.name: check.detail for check in report.checks if not check.ok}
-
-
-def export_both(source, plain, fitting_mask, folder):
-    """Checkpoints of a quantized model and of one of the weights that it stands for, by one mask."""
-    mask = fitting_mask(plain)
-    return [export_checkpoint(each, mask, folder / f"{each.name}-out") for each in (source, plain)]
 
 
 def bless(out):

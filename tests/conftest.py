@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import os
 import shutil
 import tempfile
@@ -21,7 +22,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
+from leank_convert.mask import ChannelMask  # noqa: E402
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
+from tests.checks import provenance_of  # noqa: E402
 from tests.tiny_families import random_mask, tiny_llama  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
@@ -42,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays, and is not looked through at every collection that a program asks for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +108,35 @@ def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Cal
 
 
 @pytest.fixture(scope="session")
+def retriever_mask() -> ChannelMask:
+    """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
+    return ChannelMask(random_mask([[7, 0], [4, 4]]))
+
+
+@pytest.fixture(scope="session")
+def retriever_centred(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
+) -> Path:
+    """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
+    from leank_convert.export import export_checkpoint
+    from leank_convert.onnx import export_onnx
+
+    channels = retriever_mask.channel_mask
+    mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
+    known = provenance_of(retriever_folder, sink_size=3, recent_size=6)
+    mask = ChannelMask(channels, provenance=known, key_mean=mean.half())
+
+    def make(out: Path) -> None:
+        export_checkpoint(retriever_folder, mask, out / "checkpoint")
+        export_onnx(out / "checkpoint", None, out / "onnx")
+
+    return once_per_run("retriever_centred", make)
+
+
+@pytest.fixture(scope="session")
 def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
     """The shipped model with heads of many widths; of prompts below 250 tokens nothing is pruned."""
     from leank_convert.export import export_checkpoint
-    from leank_convert.mask import ChannelMask
 
     widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
     mask = ChannelMask(random_mask(widths, 64))

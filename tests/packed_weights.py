@@ -1,4 +1,4 @@
-"""Weights [out, in] as libraries store them in a few bits, by their published layouts, and read again."""
+"""Weights [out, in] as libraries store them in eight bits or fewer, by their published layouts."""
 
 import json
 from collections.abc import Callable
@@ -185,7 +185,41 @@ def four_bits():
     return Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, write, read)
 
 
-FORMATS = {
+def dequantize(weight, scale):
+    grid = scale.reshape((*scale.shape, 1, 1)[:2])
+    for dim in (0, 1):
+        grid = grid.repeat_interleave(weight.shape[dim] // grid.shape[dim], dim)
+    return weight.float() * grid
+
+
+def scaled_parts(config, scale="weight_scale", blocks=(None, None), *, integers=False, shape=None, also=()):
+    """Of eight bits each; blocks [out, in] share a scale, None for a whole dimension."""
+
+    def write(weight):
+        rows, columns = (
+            size if block is None else block for size, block in zip(weight.shape, blocks, strict=True)
+        )
+        tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scales = tiles.abs().amax((1, 3)) / 100
+        whole = weight / dequantize(torch.ones_like(weight), scales)
+        code = whole.round().to(torch.int8) if integers else whole.to(torch.float8_e4m3fn)
+        scales = scales if shape is None else scales.reshape(shape)
+        return {"weight": code, scale: scales, **{name: torch.ones(shape or ()) for name in also}}
+
+    return Format(config, write, lambda tensors: dequantize(tensors["weight"], tensors[scale]))
+
+
+def eight_bit_config(**others):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **others}
+
+
+def fine_grained(size=None, **others):
+    own = {"weight_block_size": size and [size, size], **others}
+    return {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], **own}
+
+
+FEW_BITS = {
     "GPTQ": lambda: gptq(in_order, desc_act=False),
     "GPTQ in the order of activations": lambda: gptq(by_activation, desc_act=True),
     "AWQ": awq,
@@ -197,6 +231,26 @@ FORMATS = {
     "NVFP4 by the library": lambda: compressed_by_library(
         "nvfp4-pack-quantized", scales_of_nvfp4, strategy="tensor_group", group_size=16, type="float"
     ),
-    "LLM.int8": int8,
     "NF4": four_bits,
+}
+EIGHT_BITS = {
+    "LLM.int8": int8,
+    "one scale": lambda: scaled_parts(eight_bit_config(), shape=(1,), also=["input_scale"]),
+    "rows": lambda: scaled_parts(eight_bit_config(), blocks=(1, None)),
+    "rows of integers": lambda: scaled_parts(
+        eight_bit_config(), blocks=(1, None), integers=True, also=["input_zero_point"]
+    ),
+    "rows, fbgemm": lambda: scaled_parts(
+        {"quant_method": "fbgemm_fp8"}, blocks=(1, None), also=["input_scale_ub"]
+    ),
+    "one scale, fp8": lambda: scaled_parts(
+        fine_grained(activation_scheme="static"), "weight_scale_inv", shape=(), also=["activation_scale"]
+    ),
+    "blocks": lambda: scaled_parts(fine_grained(8), "weight_scale_inv", (8, 8)),
+}
+FORMATS = FEW_BITS | EIGHT_BITS
+# Of which parts of heads share a scale.
+SHARED_SCALES = {
+    "blocks of 16": lambda: scaled_parts(fine_grained(16), "weight_scale_inv", (16, 16)),
+    "groups of inputs": lambda: scaled_parts(eight_bit_config(), blocks=(1, 32)),
 }

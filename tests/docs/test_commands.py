@@ -8,8 +8,8 @@ it is tested here:
     <!-- run with: OPTIONS -->        appended to its first command and to all of the same name: less work
 
 The blocks of a page run in order in one temporary folder, `leank-convert` and `bin/benchmark` within this
-process. A `yaml` or `python` block whose first line is `# NAME.yaml` or `# NAME.py` is written to that file;
-YAML has to be a recipe.
+process, on few samples where a page asks for many. A `yaml` or `python` block whose first line is
+`# NAME.yaml` or `# NAME.py` is written to that file; YAML has to be a recipe.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md")]
 CODE = ("bash", "python")
 COMMAND_LINES = {"leank-convert": main, "leank_convert": main, "bin/benchmark": benchmark}  # the second by -m
 DIRECTIVES = ("not run", "run first", "run with")
+LESS_WORK = {"train": ["--set", "held_out_samples=1"], "evaluate": ["-n", "2"]}  # appended to these commands
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -195,6 +196,7 @@ class Page:
             )
             assert done.returncode == 0, f"{block}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
             return
+        command = [*command, *LESS_WORK.get(command[1], [])]
         result = CliRunner().invoke(COMMAND_LINES[command[0]], command[1:])
         said = f"{block}: {shlex.join(command)}\n{result.output}"
         if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -28,6 +28,7 @@ windows: {sink_size: 16, recent_size: 64, flush_size: 16}
 data: {wording: testbed, min_length: 256, max_length: 320}
 stage1: {steps: 2}
 stage2: {steps: 1}
+held_out_samples: 1
 """
 MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
 

@@ -14,17 +14,18 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(?:python|toml)\n# (\S+)\n(.*?)```", re.DOTALL)
 
 
-@pytest.fixture
-def site(tmp_path):
-    """A folder with the package installed."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the package installed, not to be changed."""
+    folder = tmp_path_factory.mktemp("method")
+    source = folder / "source"
     source.mkdir()
     for name, text in BLOCK.findall((ROOT / "docs/new-method.md").read_text(encoding="utf-8")):
         (source / name).write_text(text)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path / "site", source]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "site", source]
     subprocess.run([*pip, *options], check=True)
-    return tmp_path / "site"
+    return folder / "site"
 
 
 def command(site, *arguments):
@@ -55,7 +56,8 @@ def test_a_method_of_an_installed_package_makes_a_mask(site, tmp_path):
     ],
     ids=["no method", "no module", "a name that is taken"],
 )
-def test_a_row_that_is_none_is_left_out_with_a_warning(broken, told, site):
+def test_a_row_that_is_none_is_left_out_with_a_warning(broken, told, site, copy_of):
+    site = copy_of(site)
     (site / "key_weights_method.py").write_text(broken)
     ended = command(site, "train", "--help")
     assert ended.returncode == 0

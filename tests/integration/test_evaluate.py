@@ -20,7 +20,6 @@ from leank_convert.export import export_checkpoint
 from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_tensor import in_checkpoint_order
-from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.windows import Windows
@@ -51,17 +50,15 @@ def convert(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def exact(retriever_folder, tmp_path_factory):
+@pytest.fixture
+def exact(retriever_centred):
     """A checkpoint in float32, as graphs are: in bfloat16 a token may be another."""
-    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.5
-    folder = tmp_path_factory.mktemp("exact")
-    return export_checkpoint(retriever_folder, ChannelMask(mask), folder / "out", **WINDOWS)
+    return retriever_centred / "checkpoint"
 
 
-@pytest.fixture(scope="module")
-def graph(exact):
-    return export_onnx(exact, None, exact.with_name("graph"))
+@pytest.fixture
+def graph(retriever_centred):
+    return retriever_centred / "onnx"
 
 
 def compare(checkpoint, num_samples=6, **options):

@@ -34,7 +34,8 @@ def test_with_all_channels_kept_generate_is_the_sources(row, converted, load):
     checkpoint = converted(row.model_type)
     dense, ours = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval(), load(checkpoint.folder)
     assert type(ours).__name__ == f"LeanK{row.causal_lm_class}"
-    for options in ({}, {"num_beams": 3}):
+    # Beams move rows, of caches of other layers in ways of their own.
+    for options in ({}, {"num_beams": 3}) if row.other_layers or row.model_type == "llama" else ({},):
         expected = dense.generate(**batch(), **GREEDY, **options)
         assert ours.generate(**batch(), **GREEDY, **options).tolist() == expected.tolist()
     caches = [None, None]
@@ -184,8 +185,8 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, example):
 
 # One family for each thing that the first four lack: scaled logits, scaled queries.
 @pytest.mark.parametrize("family", ["granite", "ministral3"])
-def test_a_graph_of_it_answers_as_its_source(family, example, tmp_path):
-    checkpoint = example(family)
+def test_a_graph_of_it_answers_as_its_source(family, converted, tmp_path):
+    checkpoint = converted(family, [[8, 3]], num_hidden_layers=1)
     out = export_onnx(checkpoint.folder, None, tmp_path / "onnx")
     assert failed(out, checkpoint.source) == {}
 

@@ -8,11 +8,7 @@ import re
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
@@ -20,8 +16,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
-from tests.checks import facts_of, provenance_of
-from tests.tiny_families import random_mask
+from tests.checks import facts_of
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -234,33 +229,12 @@ def edit_json():
 
 
 @pytest.fixture(scope="session")
-def retriever_mask():
-    """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
-    return ChannelMask(random_mask([[7, 0], [4, 4]]))
-
-
-@pytest.fixture(scope="session")
 def retriever_onnx(once_per_run, retriever_folder, retriever_mask):
     """An ONNX folder of it, with windows of 3, 6 and 4 tokens."""
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
     return once_per_run(
         "retriever_onnx", lambda out: export_onnx(retriever_folder, retriever_mask, out, **sizes)
     )
-
-
-@pytest.fixture(scope="session")
-def retriever_centred(once_per_run, retriever_folder, retriever_mask):
-    """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
-    channels = retriever_mask.channel_mask
-    mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
-    known = provenance_of(retriever_folder, sink_size=3, recent_size=6)
-    mask = ChannelMask(channels, provenance=known, key_mean=mean.half())
-
-    def make(out):
-        export_checkpoint(retriever_folder, mask, out / "checkpoint")
-        export_onnx(out / "checkpoint", None, out / "onnx")
-
-    return once_per_run("retriever_centred", make)
 
 
 @pytest.fixture(scope="session")

@@ -260,7 +260,6 @@ def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
     ("arguments", "message"),
     [
         (["kernel", "--case", "64"], "`64` is not batch x tokens, such as 64x32k"),
-        (["kernel", "--case", "2x64x4x4"], "`2x64x4x4` is not batch x tokens"),
         (["kernel", "--case", "2x8x8"], "of 8 tokens 8 are new, which leaves none in the cache"),
         (["kernel", "--case", "1" + "0" * 5000], "error: invalid value for `--case`"),
         (["kernel", "--dtype", "float32", "--kv-dtype", "fp8"], "--kv-dtype goes with --dtype bfloat16"),
@@ -268,9 +267,7 @@ def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
         (["kernel", "--geometry", "tiny", "--mask", "MASK"], "another model than"),
         (["generate", "--case", "2x40x1"], "without a decode step\nhint: ask for at least 2"),
         (["train", "--length", "9"], "`--length` 9 leaves nothing to prune between sink 4 and recent window"),
-        (["train", "--device", "meta"], "cannot be used"),
         (["serve", "--peers", "slow"], "vLLM is not installed"),
-        (["kernl"], "no such command `kernl`\nhint: did you mean `kernel`?"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from bin.benchmarks.decode_attention import (
-    FilledLayer,
-    attend_exactly,
-    count_attention_bytes,
-    pruned_length,
-)
+from bin.benchmarks.decode_attention import FilledLayer, attend_exactly, count_attention_bytes, pruned_length
 from bin.benchmarks.random_models import build_model, choose_setup
 
 

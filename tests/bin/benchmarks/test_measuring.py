@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from bin.benchmarks.measuring import (
-    copies_needed,
-    outgrow_l2,
-    time_calls,
-)
+from bin.benchmarks.measuring import copies_needed, outgrow_l2, time_calls
 from bin.benchmarks.memory import find_largest
 
 CPU = torch.device("cpu")

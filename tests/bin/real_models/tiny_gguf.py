@@ -120,10 +120,7 @@ def tensors(architecture: str) -> dict[str, torch.Tensor]:
 
 
 def write_gguf(
-    path: Path,
-    architecture: str,
-    keys: dict[str, Any] | None = None,
-    weights: dict[str, Any] | None = None,
+    path: Path, architecture: str, keys: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
 ) -> Path:
     """Write a file; `keys` and `weights` change some of it, None leaves one out.
 

@@ -80,13 +80,3 @@ def test_mistakes_are_told_with_their_remedy(run, tmp_path):
     result, _ = run("--device", "cpu", failure=ended)
     assert result.exit_code == 143
     assert "run the same command again" in result.stderr and "--resume" not in result.stderr
-
-
-def test_a_ratio_that_is_not_packaged_is_refused_before_anything_is_made(tmp_path):
-    result = CliRunner().invoke(main, [str(tmp_path / "out"), "--device", "cpu", "--packaged", "--quick"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    told = "error: no packaged mask of `testbed` was made for a pruning ratio of 0.9; there is one for 0.7\n"
-    assert (
-        result.stderr == f"{told}hint: masks are trained where neither `--packaged` nor `--values` is given\n"
-    )
-    assert not (tmp_path / "out").exists()

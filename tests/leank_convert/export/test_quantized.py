@@ -1,14 +1,11 @@
 """Sources with quantized weights: those that are converted exactly, and why the others are refused."""
 
-from dataclasses import dataclass, field
 from shutil import copytree
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_model
@@ -18,166 +15,133 @@ from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
-from tests.checks import export_both, failed
+from tests.checks import failed
+from tests.packed_weights import FEW_BITS, FORMATS, GROUP, SHARED_SCALES
 
 WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
-K_PROJ = f"{ATTENTION}.k_proj.weight"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How weights are quantized: blocks of a tensor [out, in] share a scale, None for a whole dimension."""
-
-    config: dict[str, Any]
-    scale: str
-    blocks: tuple[int | None, int | None] = (None, None)
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale_shape: tuple[int, ...] | None = None
-    also: tuple[str, ...] = ()
-
-
-def compressed(**others):
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
-    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **others}
-
-
-def fine_grained(**others):
-    return {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], **others}
-
-
-TENSOR = Scheme(compressed(), "weight_scale", scale_shape=(1,), also=("input_scale",))
-ROWS = Scheme(compressed(), "weight_scale", (1, None))
-BLOCKS = Scheme(fine_grained(weight_block_size=[8, 8]), "weight_scale_inv", (8, 8))
-STATIC = Scheme(
-    fine_grained(weight_block_size=None, activation_scheme="static"),
-    "weight_scale_inv",
-    scale_shape=(),
-    also=("activation_scale",),
-)
-EXACT = {
-    "one scale": TENSOR,
-    "rows": ROWS,
-    "rows of integers": Scheme(
-        compressed(), "weight_scale", (1, None), torch.int8, also=("input_zero_point",)
-    ),
-    "rows, fbgemm": Scheme(
-        {"quant_method": "fbgemm_fp8"}, "weight_scale", (1, None), also=("input_scale_ub",)
-    ),
-    "one scale, fp8": STATIC,
-    "blocks": BLOCKS,
-}
-
-
-def dequantize(weight, scale):
-    grid = scale.reshape((*scale.shape, 1, 1)[:2])
-    for dim in (0, 1):
-        grid = grid.repeat_interleave(weight.shape[dim] // grid.shape[dim], dim)
-    return weight.float() * grid
-
-
-def quantize(weight, scheme):
-    rows, columns = (
-        size if block is None else block for size, block in zip(weight.shape, scheme.blocks, strict=True)
-    )
-    tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale = tiles.abs().amax((1, 3)) / 100
-    whole = weight / dequantize(torch.ones_like(weight), scale)
-    if scheme.dtype == torch.int8:
-        whole = whole.round()
-    return whole.to(scheme.dtype), scale if scheme.scale_shape is None else scale.reshape(scheme.scale_shape)
+K_PROJ = f"{ATTENTION}.k_proj"
+LARGE = {"hidden_size": 512, "head_dim": 32}
+HALF_HEADS = {**LARGE, "num_key_value_heads": 8, "head_dim": GROUP // 2}  # a group of inputs is for two
 
 
 @pytest.fixture
 def quantized(source_model, edit_json):
     """Write a model with quantized projections, and one of the plain weights that they stand for."""
 
-    def build(scheme, family="llama", **sizes):
-        folder = source_model(family, shards=False, head_dim=8, intermediate_size=64, **sizes)
+    def build(name, family="llama", **sizes):
+        if name.endswith("by the library"):
+            pytest.importorskip("compressed_tensors")
+        layout = {**FORMATS, **SHARED_SCALES}[name]()
+        sizes = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "mlp_bias": False, **sizes}
+        folder = source_model(family, shards=False, **sizes)
         plain = copytree(folder, folder.with_name("plain"))
-        tensors = load_file(folder / WEIGHTS)
-        exact = dict(tensors)
-        for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            module = name.removesuffix(".weight")
-            tensors[name], scale = quantize(tensors[name], scheme)
-            tensors[f"{module}.{scheme.scale}"] = scale
-            exact[name] = dequantize(tensors[name], scale)
-            for other in scheme.also:
-                tensors[f"{module}.{other}"] = torch.ones(scheme.scale_shape or ())
+        tensors, exact = {}, {}
+        for key, weight in load_file(folder / WEIGHTS).items():
+            if not key.endswith("_proj.weight"):
+                tensors[key] = exact[key] = weight
+                continue
+            written = layout.write(weight)
+            exact[key] = layout.read(written).contiguous()
+            assert (exact[key] - weight).abs().max() < 0.4, "another layout than that of the reader"
+            tensors.update((key.removesuffix("weight") + part, tensor) for part, tensor in written.items())
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
         save_file(exact, plain / WEIGHTS, {"format": "pt"})
-        edit_json(folder / "config.json", quantization_config=scheme.config)
-        return folder, plain
+        edit_json(folder / "config.json", quantization_config=layout.config)
+        return layout, folder, plain
 
     return build
 
 
 @pytest.fixture
-def edit_tensors():
-    """Replace tensors of a model's file; None removes one."""
+def export_both(fitting_mask, tmp_path):
+    """Checkpoints of a quantized model and of one of the weights that it stands for, by one mask."""
 
-    def edit(folder, **changes):
-        tensors = {**load_file(folder / WEIGHTS), **changes}
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, folder / WEIGHTS, {"format": "pt"})
+    def export(source, plain):
+        mask = fitting_mask(plain)
+        return [export_checkpoint(each, mask, tmp_path / f"{each.name}-out") for each in (source, plain)]
 
-    return edit
+    return export
 
 
-@pytest.mark.parametrize("scheme", EXACT.values(), ids=EXACT)
-def test_what_is_written_stands_for_the_permuted_weights(
-    scheme, quantized, fitting_mask, tmp_path, edit_tensors
-):
-    source, plain = quantized(scheme)
-    out, expected = export_both(source, plain, fitting_mask, tmp_path)
+def edit_tensors(folder, **changes):
+    """Replace tensors of a model's file, by a function too; None removes one."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name]).contiguous() if callable(change) else change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / WEIGHTS, {"format": "pt"})
+
+
+def parts_of(module, tensors):
+    names = (name for name in tensors if name.startswith(f"{module}."))
+    return {name.removeprefix(f"{module}."): tensors[name] for name in names}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_stands_for_the_permuted_weights(name, quantized, export_both):
+    sizes = HALF_HEADS if name.endswith("in the order of activations") else LARGE
+    layout, source, plain = quantized(name, **sizes if name in FEW_BITS else {})
+    out, expected = export_both(source, plain)
     assert failed(out, source) == {}
-    assert read_json(out / "config.json")["quantization_config"] == scheme.config
+    assert read_json(out / "config.json")["quantization_config"] == layout.config
     assert read_json(out / "config.json")["leank"]["head_permutation"][1] != [0, 1, 2, 3]
     written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
     assert written.keys() == before.keys()
-    for name, tensor in load_file(expected / WEIGHTS).items():
-        found = written[name]
-        if found.dtype == scheme.dtype:
-            found = dequantize(found, written[name.removesuffix("weight") + scheme.scale])
-        assert found.equal(tensor), name
-    if scheme.scale_shape is None:  # a scale that stays where it was is found by verify
-        key = f"{ATTENTION}.k_proj.{scheme.scale}"
-        assert not written[key].equal(before[key])
-        edit_tensors(out, **{key: before[key]})
-        told = "".join(failed(out, source).values())
-        assert f"tensor `{key}` is not the permutation of its source" in told
+    for key, tensor in load_file(expected / WEIGHTS).items():
+        parts = parts_of(key.removesuffix(".weight"), written)
+        assert (layout.read(parts) if len(parts) > 1 else written[key]).equal(tensor), key
+    # Each tensor that moved is missed where it has not.
+    for module in (K_PROJ, f"{ATTENTION}.o_proj"):
+        own = [f"{module}.{part}" for part in parts_of(module, before)]
+        moved = [key for key in own if not before[key].equal(written[key])]
+        assert moved
+        for key in moved:
+            save_file({**written, key: before[key]}, out / WEIGHTS, {"format": "pt"})
+            told = "".join(failed(out, source).values())
+            assert f"tensor `{key}` is not the permutation of its source" in told
 
 
-def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_mask, tmp_path):
-    source, plain = quantized(ROWS, "phi3", pad_token_id=0)
-    out, expected = export_both(source, plain, fitting_mask, tmp_path)
+def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, testbed_tokenizer):
+    _, source, plain = quantized("compressed-tensors by the library", **LARGE)
+    recipe = load_recipe("quickstart", ["model.dtype=float32"])
+    testbed_tokenizer.save_pretrained(source)
+    model = load_training_model(open_model(source, recipe.model), recipe, torch.device("cpu")).model
+    found = model.state_dict()
+    for key, tensor in load_file(plain / WEIGHTS).items():
+        assert found[key].equal(tensor), key
+
+
+def test_rows_of_a_fused_projection_take_their_scales_along(quantized, export_both):
+    layout, source, plain = quantized("rows", "phi3", pad_token_id=0)
+    out, expected = export_both(source, plain)
     assert failed(out, source) == {}
-    name = f"{ATTENTION}.qkv_proj.weight"
-    written = load_file(out / WEIGHTS)
-    assert dequantize(written[name], written[f"{name}_scale"]).equal(load_file(expected / WEIGHTS)[name])
+    name = f"{ATTENTION}.qkv_proj"
+    found = layout.read(parts_of(name, load_file(out / WEIGHTS)))
+    assert found.equal(load_file(expected / WEIGHTS)[f"{name}.weight"])
 
 
-@pytest.mark.parametrize("scheme", [BLOCKS, STATIC], ids=["blocks", "one scale"])
-def test_transformers_reads_the_permuted_weights(scheme, quantized, fitting_mask, tmp_path, edit_json):
-    source, plain = quantized(scheme)
-    wants_no_gpu = {**scheme.config, "dequantize": True}
+@pytest.mark.parametrize("name", ["blocks", "one scale, fp8"])
+def test_transformers_reads_the_permuted_weights(name, quantized, export_both, edit_json):
+    layout, source, plain = quantized(name)
+    wants_no_gpu = {**layout.config, "dequantize": True}
     edit_json(source / "config.json", quantization_config=wants_no_gpu)
     options = {"trust_remote_code": True, "dtype": torch.float32}
     found, expected = (
         transformers.AutoModelForCausalLM.from_pretrained(out, **options)
-        for out in export_both(source, plain, fitting_mask, tmp_path)
+        for out in export_both(source, plain)
     )
     assert type(found).__name__ == "LeanKLlamaForCausalLM"
     tensors = found.state_dict()
-    for name, tensor in expected.state_dict().items():
-        assert tensors[name].equal(tensor), name
+    for key, tensor in expected.state_dict().items():
+        assert tensors[key].equal(tensor), key
     prompt = torch.arange(4, 44)[None]
     options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
     assert found.generate(prompt, **options).equal(expected.generate(prompt, **options))
 
 
 def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_path, monkeypatch):
-    source, plain = quantized(ROWS)
+    _, source, plain = quantized("rows")
     out = export_checkpoint(source, fitting_mask(plain), tmp_path / "out")
     monkeypatch.setattr(
         "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
@@ -193,7 +157,7 @@ def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_p
 
 
 def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
-    source_model, fitting_mask, tmp_path, edit_json, edit_tensors
+    source_model, fitting_mask, tmp_path, edit_json
 ):
     """As GPT-OSS is published: experts in MXFP4, whose layout says nothing to an export."""
     sizes = {"head_dim": 8, "intermediate_size": 64, "num_local_experts": 4, "pad_token_id": 0}
@@ -220,65 +184,73 @@ def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
         export_checkpoint(source, mask, tmp_path / "other")
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What a source is refused for, and how it is made of one that is not."""
-
-    message: str
-    scheme: Scheme = ROWS
-    keys: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor | None] = field(default_factory=dict)
-
-
+# Of rows of eight bits unless another layout is named: sizes, what config.json says and what tensors are
+# changed to, and what an export says.
 REFUSED = {
-    "blocks of two heads": Refused(
+    "blocks of two heads": (
+        "blocks of 16", {}, {}, {},
         "has `weight_scale_inv` [2, 2] for a weight [32, 32], of which heads have 8 rows each: numbers are "
         "for parts of two heads",
-        Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
     ),
-    "groups of inputs": Refused(
+    "groups of inputs": (
+        "groups of inputs", {}, {}, {},
         "has `weight_scale` [32, 2] for a weight [32, 64], of which heads have 16 columns each",
-        Scheme(compressed(), "weight_scale", (1, 32)),
     ),
-    "other tensors": Refused(
+    "groups of two heads": (
+        "GPTQ", HALF_HEADS, {}, {},
+        "heads have 16 columns each: numbers are for parts of two heads",
+    ),
+    "4-bit blocks of two heads": (
+        "NF4", {"hidden_size": 256, "head_dim": 32}, {}, {},
+        "[2] for a weight [128, 256], of which heads have 32 rows each",
+    ),
+    "AWQ's layout of another kernel": (
+        "AWQ", LARGE, {},
+        {f"{ATTENTION}.q_proj.qweight": lambda tensor: tensor.T}, "512], which is not known here",
+    ),
+    "tiles": (
+        "LLM.int8", {}, {}, {f"{ATTENTION}.q_proj.weight_format": lambda tensor: tensor + 1},
+        "stores it in tiles",
+    ),
+    "other tensors": (
+        "rows", {}, {}, {f"{K_PROJ}.weight": None, f"{K_PROJ}.compressed": torch.ones(512)},
         "which stores it as `compressed`, `weight_scale`, a layout that is not known here",
-        tensors={K_PROJ: None, f"{ATTENTION}.k_proj.compressed": torch.ones(512)},
     ),
-    "no scale": Refused("and its scale is missing", tensors={f"{ATTENTION}.v_proj.weight_scale": None}),
-    "a dtype of another layout": Refused(
-        "has `weight` [32, 16] for a weight [32, 32]", tensors={K_PROJ: torch.ones(32, 16).byte()}
+    "no scale": ("rows", {}, {}, {f"{ATTENTION}.v_proj.weight_scale": None}, "and its scale is missing"),
+    "a tensor more": (
+        "rows", {}, {}, {f"{ATTENTION}.o_proj.rotation": torch.arange(64)}, "has `rotation` [64] for a",
     ),
-    "a tensor more": Refused(
-        "has `rotation` [64] for a", tensors={f"{ATTENTION}.o_proj.rotation": torch.arange(64)}
+    "another method": (
+        "rows", {}, {"quant_method": "quark"}, {}, "quantized by `quark`, which stores weights in a layout"
     ),
-    "another method": Refused(
-        "quantized by `quark`, which stores weights in a layout", keys={"quant_method": "quark"}
+    "no method": ("rows", {}, {"quant_method": ...}, {}, "without a `quant_method`"),
+    "a cache": (
+        "rows", {}, {"kv_cache_scheme": {"num_bits": 8}}, {},
+        "`quantization_config.kv_cache_scheme` is for a",
     ),
-    "no method": Refused("without a `quant_method`", keys={"quant_method": ...}),
-    "a cache": Refused(
-        "`quantization_config.kv_cache_scheme` is for a", keys={"kv_cache_scheme": {"num_bits": 8}}
+    "scales of a cache": (
+        "rows", {}, {}, {f"{ATTENTION}.k_scale": torch.ones(1)}, f"tensor `{ATTENTION}.k_scale` is for a",
     ),
-    "scales of a cache": Refused(
-        f"tensor `{ATTENTION}.k_scale` is for a", tensors={f"{ATTENTION}.k_scale": torch.ones(1)}
+    "rotations": (
+        "rows", {}, {"transform_config": {"config_groups": {"R3": {}}}}, {},
+        "rotates what is between weights",
     ),
-    "rotations": Refused(
-        "rotates what is between weights", keys={"transform_config": {"config_groups": {"R3": {}}}}
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_permuted_exactly_is_refused_with_the_reason(
-    case, quantized, fitting_mask, tmp_path, edit_json, edit_tensors, refused
+    case, quantized, fitting_mask, tmp_path, edit_json, refused
 ):
-    source, plain = quantized(case.scheme)
-    edit_tensors(source, **case.tensors)
-    given = {key: value for key, value in {**case.scheme.config, **case.keys}.items() if value is not ...}
+    name, sizes, keys, tensors, message = case
+    layout, source, plain = quantized(name, **sizes)
+    edit_tensors(source, **tensors)
+    given = {key: value for key, value in {**layout.config, **keys}.items() if value is not ...}
     edit_json(source / "config.json", quantization_config=given)
-    refused(source, fitting_mask(plain), tmp_path / "out", case.message)
+    refused(source, fitting_mask(plain), tmp_path / "out", message)
 
 
 def test_a_graph_is_made_of_plain_weights(quantized, fitting_mask, tmp_path):
-    source, plain = quantized(ROWS)
+    _, source, plain = quantized("rows")
     with pytest.raises(LeanKError, match=f"^`{source}`: .* a graph is made of plain ones"):
         export_onnx(source, fitting_mask(plain), tmp_path / "out")

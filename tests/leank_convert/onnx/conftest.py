@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
+from leank_convert.onnx.leank_onnx_cache import digest_of
 from tests.runtime.conftest import build_pair
 from tests.tiny_families import random_mask
 
 VOCAB = 64
+WINDOW_SIZES = ("sink_size", "recent_size", "flush_size")
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(VOCAB - 4))]
 # Widths per layer and head, window sizes. Between them: heads of width 0 and D, odd widths, a layer that
 # keeps nothing, a model that does, no sink, no recent tokens, flushes of one and longer than recent.
@@ -70,8 +73,16 @@ def write(folder, dense, leank, masks, windows):
         shutil.copy(file, folder)
 
 
+def change_description(folder: Path, **values: object) -> None:
+    """Replace keys, of `model` those that are given."""
+    path = folder / "leank_onnx.json"
+    content = json.loads(path.read_text())
+    content |= values | {"model": content["model"] | values.pop("model", {})}
+    path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
+
+
 @pytest.fixture(scope="session")
-def exported(once_per_run):
+def exported(once_per_run, tmp_path_factory):
     """Export a family of `CASES`, with its windows or others, once in a run."""
 
     @functools.cache
@@ -79,8 +90,13 @@ def exported(once_per_run):
         sizes = windows or CASES[family][1]
         dense, leank, masks = build(family, sizes)
         dense.to(getattr(torch, dtype))
-        name = "-".join([family, dtype, *map(str, windows or ())])
-        return Exported(once_per_run(name, lambda path: write(path, dense, leank, masks, sizes)), leank)
+        # A graph, which takes long to trace, knows of the sizes that of the sink.
+        name = f"{family}-{dtype}-{sizes[0]}"
+        folder = once_per_run(name, lambda path: write(path, dense, leank, masks, sizes))
+        if windows is not None:
+            folder = shutil.copytree(folder, tmp_path_factory.mktemp("windows") / "copy")
+            change_description(folder, **dict(zip(WINDOW_SIZES, windows, strict=True)))
+        return Exported(folder, leank)
 
     return get
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
-from leank_convert.onnx.leank_onnx_cache import digest_of
+from tests.leank_convert.onnx.conftest import change_description
 
 HOST = sorted(Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"))
 CONVERSATION = [{"role": "user", "content": "w0"}]
@@ -53,14 +53,6 @@ def test_the_runner_is_a_script_and_a_module_also_of_a_package(copied, tmp_path)
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert shown in done.stdout
-
-
-def change_description(folder: Path, **values: object) -> None:
-    """Replace keys, of `model` those that are given."""
-    path = folder / "leank_onnx.json"
-    content = json.loads(path.read_text())
-    content |= values | {"model": content["model"] | values.pop("model", {})}
-    path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
 
 
 def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
@@ -108,10 +100,8 @@ def test_what_a_chat_template_marks_for_training_stands_in_the_prompt(copied):
         ("chat_template.jinja", None, "has no chat template"),
         ("chat_template.jinja", b"{{ raise_exception('no system') }}", "the chat template says: no system"),
         ("chat_template.jinja", b"{% for %}", "the chat template of `.*` failed: "),
-        ("chat_template.jinja", b"{{ 1 / 0 }}", "the chat template of `.*` failed: division by zero"),
         ("chat_template.jinja", b"{\xff", r"chat_template\.jinja` is no text: "),
         ("tokenizer.json", b"{\xff", r"tokenizer\.json` cannot be read"),
-        ("tokenizer_config.json", b"{\xff", r"tokenizer_config\.json` is no JSON: "),
         ("tokenizer_config.json", b"[" * 10**5, r"tokenizer_config\.json` is no JSON"),
         ("leank_onnx.json", None, r"leank_onnx\.json` does not exist: pass a folder that `leank-convert"),
         ("leank_onnx.json", b"{", r"leank_onnx\.json` is no JSON: "),
@@ -151,7 +141,6 @@ def test_every_file_has_a_digest_that_finds_it_changed_or_missing(copied):
         ({"dtype": "bfloat16"}, r"has one of no use \(KeyError: 'bfloat16'\); export the model again"),
         # Shapes that are not the graph's: of widths, layers, elements, logits.
         ({"buckets": [[{"width": 3, "heads": [0, 4]}]] * 2}, "onnxruntime cannot run the graph: "),
-        ({"dtype": "float16"}, "onnxruntime cannot run the graph: "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -193,9 +182,7 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
     ("prompts", "options", "message"),
     [
         ([[5, 6]], {"temperature": 0.7}, "temperature is 0.7, but nothing is drawn"),
-        ([[5, 6]], {"do_sample": True, "seed": -1}, "seed is -1: pass 0 or more, or None"),
         ([[5, 6]], {"do_sample": True, "temperature": 0.0}, "temperature is 0.0: pass more than 0"),
-        ([[5, 6]], {"prompt_chunk": 0}, "prompt_chunk is 0"),
         ([], {}, "prompts is empty"),
         ([[5], []], {}, r"prompts\[1\] is empty"),
         ("w1", {}, "prompts is a string"),
