@@ -231,7 +231,7 @@ def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged
     shown = run("masks").stdout
     row = r"llama-3.1-8b-instruct-70 +70%: 68.8%  128, 1024  the authors of LeanK"
     assert re.search(rf"{row}\n    model: {LLAMA}\n    evaluated: in the paper, not here\n", shown)
-    assert "    evaluated: not yet\n" in shown and " held-out answers\n" in shown
+    assert "    evaluated: not yet\n" in shown and "tokens in held-out answers;\n" in shown
     listed = json.loads(run("masks", "--json").stdout)
     assert [mask["name"] for mask in listed] == [path.stem for path in list_masks()]
     inspected = json.loads(run("inspect", "llama-3.1-8b-instruct", "--json").stdout)
