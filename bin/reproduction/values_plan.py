@@ -6,12 +6,11 @@ texts, the documentation is what it has seen. The dense model is the folded one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from bin.reproduction.centred_plan import CENTRED, GATES, HEADS, NO_SAMPLES, RULER_SEED
+from bin.reproduction.centred_plan import HEADS, RULER_SEED, TEXT, RulerSizes
 from bin.reproduction.plan import (
     DENSE,
     MAIN,
+    SHORT,
     Cell,
     Entry,
     Pace,
@@ -25,45 +24,26 @@ from bin.reproduction.plan import (
     singles,
 )
 
-
-@dataclass(frozen=True)
-class ValueSizes:
-    """How much is done: the prompts and texts that other caches are asked, unless said."""
-
-    recipe: str
-    tasks: tuple[str, ...] = CENTRED.tasks
-    lengths: tuple[int, ...] = CENTRED.lengths
-    rounds: tuple[int, ...] = CENTRED.rounds
-    text_tokens: tuple[int, ...] = CENTRED.text_tokens
-    num_fed: int = CENTRED.num_fed
-    num_texts: int = CENTRED.num_texts
-    batch_tokens: int = 2**17
-    overrides: tuple[str, ...] = ()
-    gate_overrides: tuple[str, ...] = ()  # of the run that trains gates of heads
-
-
-QWEN = ValueSizes("qwen2.5-coder-1.5b-instruct")
-SMOLLM2 = ValueSizes(
-    "smollm2-135m-instruct", lengths=(1024, 2048, 4096, 7680), text_tokens=(1600, 4000), batch_tokens=2**18
+QWEN = RulerSizes()
+SMOLLM2 = RulerSizes(
+    recipe="smollm2-135m-instruct",
+    lengths=(1024, 2048, 4096, 7680),
+    text=TEXT._replace(lengths=(1600, 4000)),
+    batch_tokens=2**18,
 )
-QUICK = ValueSizes(
-    "smollm2-135m-instruct",
+QUICK = RulerSizes(
+    recipe=SMOLLM2.recipe,
+    overrides=SHORT,
+    gate_overrides=("heads.steps=2",),
     tasks=("niah_single_2",),
     lengths=(448,),
     rounds=(1, 2),
-    text_tokens=(300,),
-    num_fed=4,
-    num_texts=2,
+    text=TextPlan((300,), num_fed=4, num_texts=2),
     batch_tokens=1024,
-    overrides=(
-        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
-        "data.max_length=512", "data.questions_per_context=1",
-    ),
-    gate_overrides=("heads.steps=2",),
-)  # fmt: skip
+)
 
 
-def make_values_plan(sizes: ValueSizes, packaged: bool = True) -> Plan:
+def make_values_plan(sizes: RulerSizes, packaged: bool = True) -> Plan:
     """Lay out all that answers and what it is asked; masks of K are the package's."""
 
     def prune(keys: float, values: float, **changes: str) -> Entry:
@@ -86,20 +66,12 @@ def make_values_plan(sizes: ValueSizes, packaged: bool = True) -> Plan:
         title=f"Pruned V by {sizes.recipe}",
         recipe=sizes.recipe,
         overrides=sizes.overrides,
-        runs={
-            MAIN: Run((), (0.7, 0.8)),
-            HEADS: Run((f"method={HEADS}", *GATES, *sizes.gate_overrides, NO_SAMPLES), (0.7,)),
-        },
+        runs={MAIN: Run((), (0.7, 0.8)), HEADS: sizes.train_gates()},
         parts=(Part("ruler", RULER_SEED, cells, rounds, 0.2),),
         tables=(Table("RULER's tasks", "ruler", by_name([*main, heads])),),
         batch_tokens=sizes.batch_tokens,
         pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
-        text=TextPlan(
-            lengths=sizes.text_tokens,
-            num_fed=sizes.num_fed,
-            num_texts=sizes.num_texts,
-            rows=singles([*main, *further, heads]),
-        ),
+        text=sizes.text._replace(rows=singles([*main, *further, heads])),
         has_basis=True,
         has_scales=True,
         packaged=(MAIN,),
