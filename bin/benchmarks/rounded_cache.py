@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from leank_convert._runtime.fp8_leank import scale_of
-
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+from leank_convert._runtime.fp8_leank import reread, scale_of
 
 
 def rounded_cache(model: Any) -> Cache:
@@ -38,12 +36,6 @@ class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(value_states.abs().amax(2))
         key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
         centred = (key_states - self.mean).to(key_states.dtype)
-        stored = round_to_fp8(centred, key_scale), round_to_fp8(value_states, value_scale)
+        stored = reread(centred, key_scale), reread(value_states, value_scale)
         held: tuple[Tensor, Tensor] = super().update(*stored, *args, **kwargs)
         return (key_states, value_states) if is_prompt else held
-
-
-def round_to_fp8(states: Tensor, scale: Tensor) -> Tensor:
-    """What a cache in e4m3 gives back of states, by a scale that goes with them."""
-    stored = (states.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-    return (stored.float() * scale).to(states.dtype)

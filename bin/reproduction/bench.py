@@ -206,7 +206,13 @@ class Bench:
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
         if entry.rounded:
             assert mean is not None and entry.kv_dtype is not None
-            return RoundedPrompt(entry.name, kept, mean, entry.kv_dtype, keys=entry.rounded == "K")
+            return RoundedPrompt(
+                entry.name,
+                kept,
+                constants={"key_mean": mean},
+                rounded_to=entry.kv_dtype,
+                keys=entry.rounded == "K",
+            )
         constants: dict[str, Tensor] | None = None
         if entry.mean != "prompt" and mean is not None:
             constants = {"key_mean": mean}

@@ -11,43 +11,41 @@ from transformers import Cache
 
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as round_to_int4
-from bin.benchmarks.rounded_cache import round_to_fp8
-from leank_convert._runtime.fp8_leank import scale_of
+from leank_convert._runtime.fp8_leank import reread, scale_of
 from leank_convert.evaluate.prefill import Prefill
-from leank_convert.windows import Windows
+from leank_convert.evaluate.variants import Masked
 
 
 @dataclass
-class RoundedPrompt:
-    """A LeanK cache in the model's dtype, of prompts of which keys or values were rounded before."""
+class RoundedPrompt(Masked):
+    """A LeanK cache in the model's dtype, of prompts of which keys or values were rounded before.
 
-    name: str  # what its column is called
-    channel_masks: Tensor  # kept channels in the checkpoint's head order, bool [L, H_kv, D]
-    key_mean: Tensor  # what comes off keys before, in the same order [L, H_kv, D]
-    kv_dtype: str  # `fp8`, by scales of every prompt's channels, or `int4`
+    Keys are rounded around the mean among its constants.
+    """
+
+    rounded_to: str = "fp8"  # by scales of every prompt's channels, or `int4`
     keys: bool = True  # whether keys are rounded; else values are
-    windows: Windows | None = None
-    query_window: int = 0
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """The model, and a fork of the prefill's cache with rounded prompts."""
-        cache = prefill.fork()
-        for place, layer in enumerate(cache.pruned_layers):
+        """A fork of the prefill's cache with rounded prompts."""
+        model: Any
+        cache: Any
+        model, cache = super().start(prefill)
+        assert self.channel_masks is not None
+        for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
             keys, values = layer.pending
-            mask = self.channel_masks[place].to(keys.device)
-            mean = self.key_mean[place].to(keys.device, torch.float32)
-            layer.set_channel_mask(mask)
-            layer.model_constants = layer.model_constants._replace(key_mean=mean[None])
+            chosen = mask.to(keys.device)
             if self.keys:
-                centred = (keys.float() - mean[:, None]).to(keys.dtype)
-                keys = (self._rounded(centred, mask).float() + mean[:, None]).to(keys.dtype)
+                mean = layer.model_constants.key_mean[0].to(keys.device)[:, None]
+                centred = (keys.float() - mean).to(keys.dtype)
+                keys = (self._rounded(centred, chosen).float() + mean).to(keys.dtype)
             else:
-                values = self._rounded(values, torch.ones_like(mask))
+                values = self._rounded(values, torch.ones_like(chosen))
             layer.pending = keys, values
-        return prefill.model, cache
+        return model, cache
 
     def _rounded(self, states: Tensor, mask: Tensor) -> Tensor:
         """What a rounded cache gives back of states [B, H_kv, S, D]."""
-        if self.kv_dtype == "int4":
+        if self.rounded_to == "int4":
             return torch.cat([round_to_int4(row[None], assign_chunks(mask)) for row in states])
-        return round_to_fp8(states, scale_of(states.abs().amax(2, keepdim=True)))
+        return reread(states, scale_of(states.abs().amax(2, keepdim=True)))

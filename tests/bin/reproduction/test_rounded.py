@@ -20,7 +20,7 @@ def prefill():
         model(ids(2, 60), cache=cache)
 
     class Prefill:
-        def fork(self):
+        def fork(self, windows):
             return fork(cache)
 
     found = Prefill()
@@ -32,7 +32,8 @@ def prefill():
 @pytest.mark.parametrize("keys", [True, False])
 def test_a_prompts_keys_or_values_alone_are_rounded_around_their_mean(prefill, kv_dtype, keys):
     mean = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1)) * 5
-    _, cache = RoundedPrompt("rounded", MASKS, mean, kv_dtype, keys=keys).start(prefill)
+    rounded = RoundedPrompt("rounded", MASKS, constants={"key_mean": mean}, rounded_to=kv_dtype, keys=keys)
+    _, cache = rounded.start(prefill)
     for place, (layer, given) in enumerate(zip(cache.layers, prefill.cache.layers, strict=True)):
         assert torch.equal(layer.channel_mask[0], MASKS[place])
         assert isinstance(layer.model_constants, Constants)
