@@ -63,10 +63,6 @@ class Texts:
         """What `feed` found, by entry's name; nothing where it has not been called."""
         return _read(self._fed(length))
 
-    def has_fed(self, length: int, entries: Sequence[Entry]) -> bool:
-        """Whether `feed` has left its results."""
-        return self.fed(length).keys() >= {entry.name for entry in entries}
-
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
         plan, bench = self.plan, self.bench
@@ -85,10 +81,6 @@ class Texts:
             for place, variant in enumerate(variants)
         }
         self._write(self._fed(length), results)
-
-    def has_answered(self, entries: Sequence[Entry]) -> bool:
-        """Whether `answer` has left its results."""
-        return self.answered().keys() >= {entry.name for entry in entries}
 
     def answer(self, entries: Sequence[Entry]) -> None:
         """Let entries answer long prompts at length; go on where that was killed.
