@@ -95,6 +95,12 @@ class Setup:
             return [None] * len(layout.widths)
         return [layer.tolist() for layer in in_checkpoint_order(widths, layout.head_permutation)]
 
+    def take_layers(self, layers: Sequence[int]) -> Setup:
+        """The same with some of the layers; of the mask their channels of K alone."""
+        config = {**self.geometry.config, "num_hidden_layers": len(layers)}
+        mask = ChannelMask(self.mask.channel_mask[list(layers)])
+        return replace(self, mask=mask, geometry=replace(self.geometry, config=config))
+
     def keeping_all(self) -> Setup:
         """The same with a mask that keeps all channels."""
         mask = ChannelMask(torch.ones_like(self.mask.channel_mask))
@@ -220,26 +226,30 @@ def name_attention(model: Any, setup: Setup) -> str:
     return PLAIN_TORCH if find_kernels(model, setup.device, setup.dtype) is None else COMPILED
 
 
-def stock_config(geometry: Geometry, **changes: Any) -> Any:
-    """The stock class's config of a geometry; `changes` are keys of its own."""
-    import transformers
+def build_stock(
+    geometry: Geometry,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    **changes: Any,
+) -> Any:
+    """The stock class with random weights, made on a device, none on `meta`.
 
-    options = {key: value for key, value in geometry.config.items() if key != "model_type"}
-    return getattr(transformers, geometry.facts.architecture.config_class)(**options, **changes)
+    `attention` is transformers' name for how it attends; `changes` are keys of its config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**geometry.config, **changes})
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return model.eval().requires_grad_(False)
 
 
 def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
-    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering.
-
-    `attention` is transformers' name for how it attends.
-    """
-    import transformers
-
-    with torch.device("meta"):
-        dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            stock_config(geometry), dtype=model.dtype, attn_implementation=attention
-        )
-    return _share_weights(model, dense)
+    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering."""
+    return _share_weights(model, build_stock(geometry, "meta", model.dtype, attention))
 
 
 def build_own(model: Any, setup: Setup) -> Any:

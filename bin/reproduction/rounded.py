@@ -11,6 +11,7 @@ from transformers import Cache
 
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as round_to_int4
+from leank_convert._runtime.constants_leank import centre
 from leank_convert._runtime.fp8_leank import reread, scale_of
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import Masked
@@ -37,8 +38,8 @@ class RoundedPrompt(Masked):
             chosen = mask.to(keys.device)
             if self.keys:
                 mean = layer.model_constants.key_mean[0].to(keys.device)[:, None]
-                centred = (keys.float() - mean).to(keys.dtype)
-                keys = (self._rounded(centred, chosen).float() + mean).to(keys.dtype)
+                rounded = self._rounded(centre(keys, mean), chosen)
+                keys = (rounded.float() + mean).to(keys.dtype)
             else:
                 values = self._rounded(values, torch.ones_like(chosen))
             layer.pending = keys, values
