@@ -16,8 +16,7 @@ from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
 from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
-from bin.reproduction.rounded import RoundedPrompt
-from bin.reproduction.values import PrunedValues, fold_values
+from bin.reproduction.variants import PrunedValues, RoundedPrompt, fold_values
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError

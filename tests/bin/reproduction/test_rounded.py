@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bin.reproduction.rounded import RoundedPrompt
+from bin.reproduction.variants import RoundedPrompt
 from runtime.constants_leank import Constants
 from runtime.tools import fork
 from tests.runtime.conftest import build_pair

@@ -1,7 +1,4 @@
-"""Centred keys on Qwen2.5-Coder, whose keys have large constant parts: answers and text, centred and not.
-
-Masks of 50 to 80% come from one training, that of 90% from one with a larger lambda.
-"""
+"""Plans of real models: centred keys on Qwen2.5-Coder, and V pruned beside K, in answers and on text."""
 
 from __future__ import annotations
 
@@ -25,18 +22,18 @@ from bin.reproduction.plan import (
     singles,
 )
 
-RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
+_RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
 _NO_SAMPLES = "held_out_samples=0"
 _ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
-HEADS = "duo-attention"
-TEXT = TextPlan((4000, 12000), num_fed=128, num_texts=6)
+_HEADS = "duo-attention"
+_TEXT = TextPlan((4000, 12000), num_fed=128, num_texts=6)
 
 
 @dataclass(frozen=True)
 class RulerSizes:
-    """How much a real model is asked, of RULER's tasks and of text, and its masks' settings."""
+    """How much a real model is asked, of RULER's tasks and of text, and what its masks are made by."""
 
     recipe: str = "qwen2.5-coder-1.5b-instruct"
     overrides: tuple[str, ...] = ()
@@ -47,12 +44,12 @@ class RulerSizes:
     )  # fmt: skip
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     rounds: tuple[int, ...] = (32, 64, 100)  # prompts of a cell that are answered by then
-    text: TextPlan = TEXT
+    text: TextPlan = _TEXT
     batch_tokens: int = 2**17
 
     def train_gates(self) -> Run:
         """A run of DuoAttention."""
-        return Run((f"method={HEADS}", *GATES, *self.gate_overrides, _NO_SAMPLES), (0.7,))
+        return Run((f"method={_HEADS}", *GATES, *self.gate_overrides, _NO_SAMPLES), (0.7,))
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class CentredSizes(RulerSizes):
     num_others: int = 32
 
 
-CENTRED = CentredSizes(text=TEXT._replace(answer_tokens=512, num_answers=24), batch_tokens=2**18)
+CENTRED = CentredSizes(text=_TEXT._replace(answer_tokens=512, num_answers=24), batch_tokens=2**18)
 QUICK_CENTRED = CentredSizes(
     overrides=(
         *SHORT, "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=0", "calibration_prompts=1",
@@ -86,10 +83,32 @@ QUICK_CENTRED = CentredSizes(
     text=TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
     batch_tokens=1024,
 )  # fmt: skip
+VALUES = {
+    "qwen2.5-coder": RulerSizes(),
+    "smollm2": RulerSizes(
+        recipe="smollm2-135m-instruct",
+        lengths=(1024, 2048, 4096, 7680),
+        text=_TEXT._replace(lengths=(1600, 4000)),
+        batch_tokens=2**18,
+    ),
+}
+QUICK_VALUES = RulerSizes(
+    overrides=SHORT,
+    gate_overrides=("heads.steps=2",),
+    tasks=("niah_single_2",),
+    lengths=(448,),
+    rounds=(1, 2),
+    text=TextPlan((300,), num_fed=4, num_texts=2),
+    batch_tokens=1024,
+)
 
 
 def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
-    """Lay out all that answers and what it is asked; masks of LeanK may be the package's."""
+    """Lay out centred keys and keys as they are, of a model whose keys have large constant parts.
+
+    Masks of 50 to 80% come from one training, that of 90% from one with a larger lambda; they may be the
+    package's.
+    """
     wide_ratios = sizes.wide_ratios
     if packaged:  # which has one mask a ratio, and the main run has it already
         wide_ratios = tuple(ratio for ratio in wide_ratios if ratio not in sizes.ratios)
@@ -98,7 +117,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         for centred in ("true", "false"):
             settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
             runs[f"{method}-{centred}"] = Run(settings, (0.7,))
-    runs[HEADS] = sizes.train_gates()
+    runs[_HEADS] = sizes.train_gates()
 
     def take(name: str, ratio: float = 0.7, run: str = MAIN, **changes: str) -> Entry:
         return Entry(name, ratio=ratio, run=run, **changes)  # type: ignore[arg-type]
@@ -134,7 +153,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         *masked,
         Entry("think", "think", 0.7),
         *untrained,
-        take(HEADS, run=HEADS),
+        take(_HEADS, run=_HEADS),
         *(Entry(name, "beside") for name in ("kivi", "quest-16", "snapkv-2048")),
     ]
     alone = []
@@ -150,7 +169,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
     cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
     others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
     rounds = tuple(Round(count, singles(main)) for count in sizes.rounds)
-    ruler = Part("ruler", RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
+    ruler = Part("ruler", _RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
     return Plan(
         title="Centred keys on Qwen2.5-Coder-1.5B-Instruct",
         recipe=sizes.recipe,
@@ -171,4 +190,43 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         has_scales=True,
         packaged=(MAIN, _WIDE) if packaged else (),
         most_int4=dict(sizes.most_int4),
+    )
+
+
+def make_values_plan(sizes: RulerSizes, packaged: bool = True) -> Plan:
+    """Lay out pruned V, and what fewer bits cost, beside K by the package's masks.
+
+    The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it: of
+    the texts, the documentation is what it has seen. The dense model is the folded one.
+    """
+
+    def prune(keys: float, values: float, **changes: str) -> Entry:
+        rounded = f" x {changes['kv_dtype']}" if changes else ""
+        name = f"K {keys:.0%}, V {values:.0%}{rounded}"
+        return Entry(name, ratio=keys, run=MAIN, values=values, **changes)  # type: ignore[arg-type]
+
+    main = [prune(0.7, 0.5), prune(0.7, 0.5, kv_dtype="fp8"), prune(0.8, 0.6)]
+    further = [prune(0.7, 0.6), prune(0.7, 0.7), prune(0.8, 0.5), prune(0.0, 0.25), prune(0.0, 0.5)]
+    cells = tuple(
+        Cell(task, length) for length in sorted(sizes.lengths, reverse=True) for task in sizes.tasks
+    )
+    heads = Entry(_HEADS, ratio=0.7, run=_HEADS)
+    first, *later = sizes.rounds
+    rounds = (
+        Round(first, singles([DENSE, *main, heads])),
+        *(Round(count, singles([DENSE, *main])) for count in later),
+    )
+    return Plan(
+        title=f"Pruned V by {sizes.recipe}",
+        recipe=sizes.recipe,
+        overrides=sizes.overrides,
+        runs={MAIN: Run((), (0.7, 0.8)), _HEADS: sizes.train_gates()},
+        parts=(Part("ruler", _RULER_SEED, cells, rounds, _FLOOR),),
+        tables=(Table("RULER's tasks", "ruler", by_name([*main, heads])),),
+        batch_tokens=sizes.batch_tokens,
+        pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
+        text=sizes.text._replace(rows=singles([*main, *further, heads])),
+        has_basis=True,
+        has_scales=True,
+        packaged=(MAIN,),
     )
