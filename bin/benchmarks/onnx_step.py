@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, relative_error
+from bin.benchmarks.decode_attention import Pruning, attend_row, finite, pruned_length, relative_error
 from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.measuring import summarize
 from bin.benchmarks.random_models import Setup, build_stock
@@ -191,7 +191,7 @@ def exact_logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
         )
         kept = mask if side == "leank" else torch.ones_like(mask)
         with sdpa_kernel(SDPBackend.MATH):
-            out = attend_row(query, keys, values, kept, windows.sink_size, pruned)
+            out = attend_row(query, keys, values, Pruning(kept, windows.sink_size, pruned))
         return out.transpose(1, 2), None
 
     position = torch.tensor([[num_tokens]])
