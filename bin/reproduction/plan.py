@@ -6,7 +6,7 @@ validation prompts: no baseline is shown below its best.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -148,14 +148,6 @@ class Plan:
         """How many of a cell's first prompts an entry is asked, where others are asked `num_prompts`."""
         limit = self.most_int4.get(cell.length, num_prompts) if entry.kv_dtype == "int4" else num_prompts
         return min(limit, num_prompts)
-
-    def rows(self) -> Iterator[Row]:
-        """All that answer or are fed, some of them more than once."""
-        for part in self.parts:
-            for each in part.rounds:
-                yield from each.rows
-        if self.text is not None:
-            yield from (*self.text.rows, *self.text.answering)
 
 
 def singles(entries: Iterable[Entry]) -> tuple[Row, ...]:
