@@ -101,7 +101,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_260, "runtime": 8_700, "tests": 29_450, "bin": 7_550}
+BUDGETS = {"leank_convert": 26_260, "runtime": 8_700, "tests": 29_450, "bin": 7_418}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
