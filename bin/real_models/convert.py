@@ -57,7 +57,7 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Sequence[str] = 
         also_ends: Tokens that end an answer beside the end-of-sequence token.
 
     Raises:
-        LeanKError: If package `gguf` cannot read the file.
+        LeanKError: If package `gguf` cannot read the file, or its tensors are not its model's.
         OSError: If the folder cannot be written to.
     """
     try:
@@ -101,18 +101,25 @@ def _read_config(metadata: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _find_tensors(reader: Any, config: PreTrainedConfig) -> dict[str, Any]:
-    """The file's tensors by their names in transformers."""
+    """The file's tensors by their names in transformers.
+
+    Raises:
+        LeanKError: If they are others than its model's.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
     tensors = {str(tensor.name): tensor for tensor in reader.tensors}
-    found = {
-        name: tensors[str(names.get_name(name, try_suffixes=(".weight", ".bias")))]
+    theirs = {
+        name: str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         for name, _ in model.named_parameters()
     }
-    # The tied embedding again, where it is there twice: of the two it has more bits.
-    found["model.embed_tokens.weight"] = tensors.get("output.weight", found["model.embed_tokens.weight"])
-    return found
+    # The tied embedding may be there twice: of the two the head has more bits.
+    if (head := "output.weight") in tensors:
+        tensors[theirs["model.embed_tokens.weight"]] = tensors.pop(head)
+    if other := sorted(tensors.keys() ^ theirs.values()):
+        raise LeanKError(f"of the GGUF and `{type(model).__name__}` only one has tensor `{other[0]}`")
+    return {name: tensors[known] for name, known in theirs.items()}
 
 
 def _write_weights(path: Path, found: Mapping[str, Any], heads: Mapping[str, int]) -> None:
