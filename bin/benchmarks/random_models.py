@@ -22,7 +22,7 @@ from bin.benchmarks.geometries import Geometry, find_geometry
 from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert._runtime.fp8_leank import reread, scale_of
+from leank_convert._runtime.fp8_leank import FP8, scale_of
 from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
@@ -385,9 +385,15 @@ class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(value_states.abs().amax(2))
         key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
         centred = (key_states - self.mean).to(key_states.dtype)
-        stored = reread(centred, key_scale), reread(value_states, value_scale)
+        stored = _round_to_fp8(centred, key_scale), _round_to_fp8(value_states, value_scale)
         held: tuple[Tensor, Tensor] = super().update(*stored, *args, **kwargs)
         return (key_states, value_states) if is_prompt else held
+
+
+def _round_to_fp8(states: Tensor, scale: Tensor) -> Tensor:
+    """What an FP8 cache gives back; not the runtime's code, whose faults would raise what is tolerated."""
+    largest = torch.finfo(FP8).max
+    return ((states.float() / scale).clamp(-largest, largest).to(FP8).float() * scale).to(states.dtype)
 
 
 def _exact_logits(exact: Any, tokens: Tensor, cache: Any = None) -> Tensor:
