@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from leank_convert._runtime.constants_leank import centre
 from leank_convert.evaluate.comparison import UsedBytes
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.windows import Windows
@@ -120,7 +121,7 @@ class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[ComparedLayer, ComparedLayer]:
         """Append one token a row [B, H_kv, 1, D]; whoever attends calls `attend` on what is returned."""
-        self.append(_centred(key_states, self._key_mean), value_states)
+        self.append(centre(key_states, self._key_mean), value_states)
         return self, self
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -237,7 +238,7 @@ class Compared:
             )
             prompts = Prompts(
                 index=index,
-                keys=_centred(aligned[0], key_mean),
+                keys=centre(aligned[0], key_mean),
                 values=aligned[1],
                 lengths=lengths,
                 queries=queries,
@@ -248,11 +249,6 @@ class Compared:
             )
             layers.append(self.make_layer(prompts))
         return prefill.model, ComparedCache(layers)
-
-
-def _centred(keys: Tensor, key_mean: Tensor | None) -> Tensor:
-    """Keys [B, H_kv, N, D] less their mean [H_kv, 1, D], as the runtime stores them."""
-    return keys if key_mean is None else (keys.float() - key_mean).to(keys.dtype)
 
 
 def _softmax_scale(model: Any, index: int) -> float:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,20 +68,19 @@ class AttentionTruth:
         return judge(relative_error(attend()[self.rows], self.output), self.torch_error)
 
 
-def attend_exactly(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    channel_mask: Tensor,
-    sink_size: int,
-    pruned: int,
-    value_widths: Sequence[int] | None = None,
-) -> AttentionTruth:
+class Pruning(NamedTuple):
+    """What is pruned of a layer."""
+
+    channel_mask: Tensor  # kept channels [H_kv, D]
+    sink_size: int
+    num_tokens: int  # behind the sink, that are pruned
+    value_widths: Sequence[int] | None = None  # of V heads keep so many channels, the first; None: all
+
+
+def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, pruning: Pruning) -> AttentionTruth:
     """Work out attention over a pruned cache from dense keys and values, in higher precision.
 
-    Query is `[B, H, d, D]`, of the last d tokens, keys and values `[B, H_kv, S, D]`, the mask of kept
-    channels `[H_kv, D]`; so many tokens behind the sink are `pruned`. Of V heads keep their first
-    `value_widths` channels, None for all.
+    Query is `[B, H, d, D]`, of the last d tokens, keys and values `[B, H_kv, S, D]`.
     """
     # First and last row are always among them.
     count = min(query.shape[0], _MAX_CHECKED_ROWS)
@@ -89,28 +88,21 @@ def attend_exactly(
     exact, own = [], []
     for row in rows.tolist():
         q, k, v = (tensor[row : row + 1] for tensor in (query, keys, values))
-        own.append(attend_row(q, k, v, channel_mask, sink_size, pruned, value_widths))
+        own.append(attend_row(q, k, v, pruning))
         q, k, v = (tensor.to(EXACT[query.dtype]) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.MATH):
-            exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned, value_widths))
+            exact.append(attend_row(q, k, v, pruning))
     output = torch.cat(exact)
     return AttentionTruth(rows, output, relative_error(torch.cat(own), output))
 
 
-def attend_row(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    channel_mask: Tensor,
-    sink_size: int,
-    pruned: int,
-    value_widths: Sequence[int] | None = None,
-) -> Tensor:
+def attend_row(query: Tensor, keys: Tensor, values: Tensor, pruning: Pruning) -> Tensor:
     """Attention of one row, heads that see pruned tokens and heads that do not apart."""
+    channel_mask, sink_size, num_pruned, value_widths = pruning
     queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G * d, D]: queries are rows
     num_new, per_head = query.shape[2], query.shape[1] // keys.shape[1]
     out = torch.empty_like(queries)
-    stop = sink_size + pruned
+    stop = sink_size + num_pruned
     seeing = channel_mask.any(-1)
     blind = ~seeing
     if seeing.any():

@@ -23,6 +23,7 @@ from bin.benchmarks.decode_attention import (
     Attend,
     AttentionTruth,
     FilledLayer,
+    Pruning,
     attend_exactly,
     count_attention_bytes,
     default_peers,
@@ -121,7 +122,7 @@ class _Bench:
         states = query, keys, values
         dense_bytes = keys.nbytes + values.nbytes
         every = torch.ones(keys.shape[1], facts.head_dim, dtype=torch.bool, device=query.device)
-        truth = attend_exactly(query, keys, values, every, 0, 0)
+        truth = attend_exactly(query, keys, values, Pruning(every, 0, 0))
         measured = {name: self._attempt(name, states, truth) for name in peers if name != OWN_DTYPE}
         ours = [self._measure_layer(OURS, states, layer) for layer in facts.layers]
         for name, first in measured.items():
@@ -189,8 +190,8 @@ class _Bench:
         kept_values = side.value_widths[layer]
         regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes, kept_values)
         filled, mask = FilledLayer(model, layer, *states), side.channel_masks[layer].to(query.device)
-        stored, sink_size = filled.as_stored(keys, values), side.windows.sink_size
-        truth = attend_exactly(query, *stored, mask, sink_size, pruned, kept_values)
+        pruning = Pruning(mask, side.windows.sink_size, pruned, kept_values)
+        truth = attend_exactly(query, *filled.as_stored(keys, values), pruning)
 
         def prepare() -> Attend:
             return FilledLayer(model, layer, *states).attend

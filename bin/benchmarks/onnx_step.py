@@ -11,7 +11,7 @@ import copy
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, relative_error
+from bin.benchmarks.decode_attention import Pruning, attend_row, finite, pruned_length, relative_error
 from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.measuring import summarize
-from bin.benchmarks.random_models import Setup, stock_config
+from bin.benchmarks.random_models import Setup, build_stock
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
-from leank_convert.mask import ChannelMask
 from leank_convert.onnx import OPSET, PrunedModel, check_available, export_graph
 from leank_convert.onnx.graph import attending
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE, Array, Cache, Description
@@ -80,13 +79,13 @@ def benchmark_onnx(
     check_available()
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
-    measured = take_layers(setup, chosen)
+    measured = setup.take_layers(chosen)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {OPSET}, "
         f"{weights} weights, float32 cache"
     )
-    model = build_stock(measured.geometry)
+    model = build_small(measured.geometry)
     exact = copy.deepcopy(model)
     if rounded is not None:
         round_weights(exact, rounded)
@@ -155,27 +154,14 @@ def choose_layers(setup: Setup) -> list[int]:
     return list(min(choices, key=lambda choice: abs(sum(taken[layer] for layer in choice) / parts - mean)))
 
 
-def take_layers(setup: Setup, layers: Sequence[int]) -> Setup:
-    """The same mask and shape with some of the layers."""
-    config = {**setup.geometry.config, "num_hidden_layers": len(layers)}
-    mask = ChannelMask(setup.mask.channel_mask[list(layers)])
-    return replace(setup, mask=mask, geometry=replace(setup.geometry, config=config))
-
-
-def build_stock(geometry: Geometry) -> Any:
+def build_small(geometry: Geometry) -> Any:
     """The stock class with random weights in float32, of a geometry's attention in smaller other layers."""
-    import transformers
-
-    sizes = {key: min(value, geometry.config[key]) for key, value in _SIZES.items()}
-    config = {**geometry.config, "head_dim": geometry.facts.head_dim, **sizes}
+    sizes: dict[str, Any] = {key: min(value, geometry.config[key]) for key, value in _SIZES.items()}
     # Queries of about unit size, so that attention is far from uniform and an error would be seen.
-    scale = sizes["hidden_size"] ** -0.5
+    sizes |= {"head_dim": geometry.facts.head_dim, "initializer_range": sizes["hidden_size"] ** -0.5}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
-        )
-    return model.eval().requires_grad_(False)
+        return build_stock(geometry, "cpu", torch.float32, **sizes)
 
 
 def round_weights(model: Any, weights: str) -> None:
@@ -224,7 +210,7 @@ def exact_logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
         )
         kept = mask if side == "leank" else torch.ones_like(mask)
         with sdpa_kernel(SDPBackend.MATH):
-            out = attend_row(query, keys, values, kept, windows.sink_size, pruned)
+            out = attend_row(query, keys, values, Pruning(kept, windows.sink_size, pruned))
         return out.transpose(1, 2), None
 
     position = torch.tensor([[num_tokens]])

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
 from bin.benchmarks.geometries import Geometry, find_geometry
 from bin.benchmarks.measuring import release_memory
-from bin.benchmarks.rounded_cache import rounded_cache
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert._runtime.fp8_leank import FP8, scale_of
 from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
@@ -94,6 +96,12 @@ class Setup:
         if widths is None:
             return [None] * len(layout.widths)
         return [layer.tolist() for layer in in_checkpoint_order(widths, layout.head_permutation)]
+
+    def take_layers(self, layers: Sequence[int]) -> Setup:
+        """The same with some of the layers; of the mask their channels of K alone."""
+        config = {**self.geometry.config, "num_hidden_layers": len(layers)}
+        mask = ChannelMask(self.mask.channel_mask[list(layers)])
+        return replace(self, mask=mask, geometry=replace(self.geometry, config=config))
 
     def keeping_all(self) -> Setup:
         """The same with a mask that keeps all channels."""
@@ -220,26 +228,28 @@ def name_attention(model: Any, setup: Setup) -> str:
     return PLAIN_TORCH if find_kernels(model, setup.device, setup.dtype) is None else COMPILED
 
 
-def stock_config(geometry: Geometry, **changes: Any) -> Any:
-    """The stock class's config of a geometry; `changes` are keys of its own."""
-    import transformers
+def build_stock(
+    geometry: Geometry,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    **changes: Any,
+) -> Any:
+    """The stock class with random weights, made on a device, none on `meta`.
 
-    options = {key: value for key, value in geometry.config.items() if key != "model_type"}
-    return getattr(transformers, geometry.facts.architecture.config_class)(**options, **changes)
+    `attention` is transformers' name for how it attends; `changes` are keys of its config.
+    """
+    config = AutoConfig.for_model(**{**geometry.config, **changes})
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return model.eval().requires_grad_(False)
 
 
 def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
-    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering.
-
-    `attention` is transformers' name for how it attends.
-    """
-    import transformers
-
-    with torch.device("meta"):
-        dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            stock_config(geometry), dtype=model.dtype, attn_implementation=attention
-        )
-    return _share_weights(model, dense)
+    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering."""
+    return _share_weights(model, build_stock(geometry, "meta", model.dtype, attention))
 
 
 def build_own(model: Any, setup: Setup) -> Any:
@@ -326,7 +336,7 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
         truth = stored_truth = _hold_to(exact_dense, dense, tokens)
         own_dtype_truth = LogitsTruth(tokens, exact_ours, truth.torch_error)
         if setup.kv_dtype:
-            stored_truth = _hold_to(exact_dense, dense, tokens, rounded_cache)
+            stored_truth = _hold_to(exact_dense, dense, tokens, _rounded_cache)
             plain = _exact_logits(exact, tokens, exact.build_cache(kv_dtype="auto"))
             own_dtype_truth = LogitsTruth(tokens, plain, truth.torch_error)
         own, error = stored_truth.torch_error, relative_error(forced_logits(ours, tokens), exact_ours)
@@ -348,6 +358,42 @@ def _hold_to(
     """What the dense model gives in higher precision, and how far it is from that in its own dtype."""
     logits, own = (forced_logits(model, tokens, make_cache(model)) for model in (exact, dense))
     return LogitsTruth(tokens, logits, relative_error(own, logits))
+
+
+def _rounded_cache(model: Any) -> Cache:
+    """An empty cache for a stock model that rounds what it stores, as an FP8 cache does."""
+    return Cache(layers=[_RoundedLayer() for _ in model.model.layers])  # type: ignore[no-untyped-call]
+
+
+class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer `[B, H_kv, S, D]`, each a multiple of its channel's scale, in e4m3.
+
+    Numbers that differ in their last bit are rounded apart, so whoever decodes from an FP8 cache is further
+    from the same in higher precision than without one: how far, a dense model with this shows. Scales, and
+    the mean that comes off keys before, are those of a row's prompt, which attends unrounded.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append tokens `[B, H_kv, S, D]`; return all there are."""
+        is_prompt = not self.is_initialized
+        if is_prompt:
+            self.mean = key_states.mean(2, dtype=torch.float32)[:, :, None]
+            largest_key = (key_states - self.mean).abs().amax(2)
+            pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
+            self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(value_states.abs().amax(2))
+        key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
+        centred = (key_states - self.mean).to(key_states.dtype)
+        stored = _round_to_fp8(centred, key_scale), _round_to_fp8(value_states, value_scale)
+        held: tuple[Tensor, Tensor] = super().update(*stored, *args, **kwargs)
+        return (key_states, value_states) if is_prompt else held
+
+
+def _round_to_fp8(states: Tensor, scale: Tensor) -> Tensor:
+    """What an FP8 cache gives back; not the runtime's code, whose faults would raise what is tolerated."""
+    largest = torch.finfo(FP8).max
+    return ((states.float() / scale).clamp(-largest, largest).to(FP8).float() * scale).to(states.dtype)
 
 
 def _exact_logits(exact: Any, tokens: Tensor, cache: Any = None) -> Tensor:

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
 from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
-from bin.benchmarks.random_models import Setup, random_prompt, stock_config
+from bin.benchmarks.random_models import Setup, build_stock, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import Question, TrainingSample
@@ -86,13 +85,7 @@ def benchmark_train(
 def build_trainee(setup: Setup) -> Any:
     """A model of random weights with training's attention, frozen, made on the device."""
     spread = _STATE_SPREAD / math.sqrt(setup.geometry.config["hidden_size"])
-    with torch.device(setup.device):
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            stock_config(setup.geometry, initializer_range=spread),
-            dtype=setup.dtype,
-            attn_implementation=ATTENTION_NAME,
-        )
-    return model.eval().requires_grad_(False)
+    return build_stock(setup.geometry, setup.device, setup.dtype, ATTENTION_NAME, initializer_range=spread)
 
 
 def fused(model: Any) -> Any:
@@ -130,8 +123,7 @@ def check_step(
     head that is empty, as stage 2 may have it.
     """
     num_layers = min(setup.geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
-    config = {**setup.geometry.config, "num_hidden_layers": num_layers}
-    shallow = replace(setup, geometry=replace(setup.geometry, config=config))
+    shallow = setup.take_layers(range(num_layers))
     plain, facts = build_trainee(shallow), shallow.geometry.facts
     ours, exact = fused(copy.deepcopy(plain)), copy.deepcopy(plain).to(EXACT[setup.dtype])
     factors = draw_factors(facts, setup.device)

@@ -10,18 +10,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bin.real_models.tokenizer import build_tokenizer
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.safetensors_file import encode_header
 
 try:
-    from gguf import GGUFReader
+    from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
     from gguf.quants import dequantize
 except ImportError as error:
     raise LeanKError(
@@ -29,19 +30,9 @@ except ImportError as error:
         hint="run bin/setup, or pip install gguf",
     ) from error
 
-
-class Architecture(NamedTuple):
-    """What a name in `general.architecture` stands for."""
-
-    config: type[LlamaConfig] | type[Qwen2Config]
-    model: str  # its stock class
-    interleaved: bool  # whether rows i and i + D/2 of a query or key head lie side by side
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(LlamaConfig, "LlamaForCausalLM", interleaved=True),
-    "qwen2": Architecture(Qwen2Config, "Qwen2ForCausalLM", interleaved=False),
-}
+# By what `general.architecture` may be, a name of transformers', too: whether rows i and i + D/2 of a query
+# or key head lie side by side.
+INTERLEAVED: Mapping[str, bool] = {"llama": True, "qwen2": False}
 # Keys of the file behind the architecture's name; the last two are not in every file.
 _CONFIG = {
     "hidden_size": "embedding_length",
@@ -53,20 +44,6 @@ _CONFIG = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
     "head_dim": "rope.dimension_count",
-}
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output": "model.embed_tokens",  # the tied embedding again: of the two it has more bits, and comes later
-    "output_norm": "model.norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
 }
 
 
@@ -80,7 +57,7 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Sequence[str] = 
         also_ends: Tokens that end an answer beside the end-of-sequence token.
 
     Raises:
-        LeanKError: If package `gguf` cannot read the file.
+        LeanKError: If package `gguf` cannot read the file, or its tensors are not its model's.
         OSError: If the folder cannot be written to.
     """
     try:
@@ -90,16 +67,15 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Sequence[str] = 
         raise LeanKError(
             f"package `gguf` cannot read `{gguf}`: {first_line(error)}", hint="run bin/setup"
         ) from error
-    architecture = ARCHITECTURES[metadata["general.architecture"]]
     config = _read_config(metadata)
     tokenizer = build_tokenizer(metadata, config.max_position_embeddings)
     generation = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if also_ends:
         generation["eos_token_id"] = [config.eos_token_id, *map(tokenizer.get_vocab().__getitem__, also_ends)]
     heads: dict[str, int] = {}
-    if architecture.interleaved:
+    if INTERLEAVED[metadata["general.architecture"]]:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    _write_weights(folder / "model.safetensors", _find_tensors(reader), heads)
+    _write_weights(folder / "model.safetensors", _find_tensors(reader, config), heads)
     tokenizer.save_pretrained(folder)
     content = {"_name_or_path": model_id, **json.loads(config.to_json_string())}
     for file, written in (("config.json", content), ("generation_config.json", generation)):
@@ -113,23 +89,37 @@ def _read_config(metadata: Mapping[str, Any]) -> PreTrainedConfig:
     values.setdefault("vocab_size", len(metadata["tokenizer.ggml.tokens"]))
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         values[f"{ours}_token_id"] = metadata[f"tokenizer.ggml.{theirs}_token_id"]
-    return ARCHITECTURES[name].config(
+    config: PreTrainedConfig = AutoConfig.for_model(
+        name,
         **values,
         rope_parameters={"rope_type": "default", "rope_theta": metadata[f"{name}.rope.freq_base"]},
         tie_word_embeddings=True,
-        architectures=[ARCHITECTURES[name].model],
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]],
         dtype="bfloat16",
     )
+    return config
 
 
-def _find_tensors(reader: Any) -> dict[str, Any]:
-    """The file's tensors by their names in transformers."""
-    found = {}
-    for tensor in sorted(reader.tensors, key=lambda tensor: str(tensor.name) == "output.weight"):
-        *layer, kind, part = tensor.name.split(".")
-        prefix = f"model.layers.{layer[1]}." if layer else ""
-        found[f"{prefix}{_TENSORS[kind]}.{part}"] = tensor
-    return found
+def _find_tensors(reader: Any, config: PreTrainedConfig) -> dict[str, Any]:
+    """The file's tensors by their names in transformers.
+
+    Raises:
+        LeanKError: If they are others than its model's.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    tensors = {str(tensor.name): tensor for tensor in reader.tensors}
+    theirs = {
+        name: str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        for name, _ in model.named_parameters()
+    }
+    # The tied embedding may be there twice: of the two the head has more bits.
+    if (head := "output.weight") in tensors:
+        tensors[theirs["model.embed_tokens.weight"]] = tensors.pop(head)
+    if other := sorted(tensors.keys() ^ theirs.values()):
+        raise LeanKError(f"of the GGUF and `{type(model).__name__}` only one has tensor `{other[0]}`")
+    return {name: tensors[known] for name, known in theirs.items()}
 
 
 def _write_weights(path: Path, found: Mapping[str, Any], heads: Mapping[str, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
 from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
-from bin.reproduction.rounded import RoundedPrompt
-from bin.reproduction.values import PrunedValues, fold_values
+from bin.reproduction.variants import PrunedValues, RoundedPrompt, fold_values
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
@@ -37,7 +36,7 @@ from leank_convert.train.value_basis import ValueBasis, choose_value_widths
 from leank_convert.windows import Windows
 
 
-class Masks(Mapping[str, Mapping[float, ChannelMask]]):
+class Masks:
     """Masks of a plan's runs for a model, by run and pruning ratio, in a folder each; read once."""
 
     def __init__(self, plan: Plan, model: str, folder: Path, device: torch.device) -> None:
@@ -56,12 +55,6 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
             files = files or {ratio: result.mask for ratio, result in self._results(name).items()}
             self._read[name] = {ratio: load_mask(file) for ratio, file in files.items()}
         return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plan.runs)
-
-    def __len__(self) -> int:
-        return len(self._plan.runs)
 
     def are_made(self, name: str) -> bool:
         """Whether a run has left all its masks.
@@ -132,12 +125,18 @@ def _find_packaged(model: str, ratio: float) -> Path:
 
 
 class Bench:
-    """A model (a folder, a hub id, or `testbed`) with all of its channels, which any mask can be tried on."""
+    """A model with all of its channels, which any mask can be tried on.
 
-    def __init__(self, plan: Plan, model: str, out: Path, device: torch.device) -> None:
+    `model` is a folder, a hub id, or `testbed`; None for the recipe's.
+    """
+
+    def __init__(self, plan: Plan, model: str | None, out: Path, device: torch.device) -> None:
         self.recipe = load_recipe(plan.recipe, plan.overrides)
-        self.model, self.device = model, device
-        self.masks = Masks(plan, model, out / "masks", device)
+        named = model or self.recipe.model.id
+        if named is None:
+            raise LeanKError("the recipe names no model", hint="add `model.id` to it")
+        self.model, self.device = named, device
+        self.masks = Masks(plan, named, out / "masks", device)
         self.scales_file = out / "constants.pt"
         self.basis_file = out / "basis.pt" if plan.has_basis else None
 
@@ -206,7 +205,13 @@ class Bench:
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
         if entry.rounded:
             assert mean is not None and entry.kv_dtype is not None
-            return RoundedPrompt(entry.name, kept, mean, entry.kv_dtype, keys=entry.rounded == "K")
+            return RoundedPrompt(
+                entry.name,
+                kept,
+                constants={"key_mean": mean},
+                rounded_to=entry.kv_dtype,
+                keys=entry.rounded == "K",
+            )
         constants: dict[str, Tensor] | None = None
         if entry.mean != "prompt" and mean is not None:
             constants = {"key_mean": mean}

@@ -68,7 +68,7 @@ class Experiment:
         if out.exists() and any(out.iterdir()) and self._mark != found:
             raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
         self._deadline = None if minutes is None else time.time() + 60 * minutes
-        self.bench = Bench(plan, model or _name_model(plan), out, choose_device(device))
+        self.bench = Bench(plan, model, out, choose_device(device))
         self.parts = {
             part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)
             for part in plan.parts
@@ -98,13 +98,9 @@ class Experiment:
 
     def run(self) -> Path:
         """Do it all, or as much as there is time for, and write the report."""
-        self.work()
-        return self.report()
-
-    def report(self) -> Path:
-        """Write the report of what is there by now."""
         from bin.reproduction.tables import render
 
+        self.work()
         path = self.out / REPORT_NAME
         write_atomically(path, render(self).encode())
         return path
@@ -129,7 +125,7 @@ class Experiment:
         plan, masks = self.plan, self.bench.masks
         units = [
             Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run), (), plan.pace.mask)
-            for run in masks
+            for run in plan.runs
         ]
         basis = self.bench.basis_file
         if basis is not None:
@@ -184,20 +180,26 @@ class Experiment:
         if text is None:
             return
 
-        def make(name: str, rows: Sequence[Row], done: Callable[..., bool], do: Callable[..., None]) -> Unit:
-            def call(function: Callable[..., Any]) -> Any:
-                return function(self._pick(rows))
-
+        def make(
+            name: str,
+            rows: Sequence[Row],
+            kept: Callable[[], dict[str, Any]],
+            do: Callable[[list[Entry]], None],
+        ) -> Unit:
             return Unit(
-                name, partial(call, done), partial(call, do), self._needs(rows), pace.text * len(rows)
+                name,
+                lambda: kept().keys() >= {entry.name for entry in self._pick(rows)},
+                lambda: do(self._pick(rows)),
+                self._needs(rows),
+                pace.text * len(rows),
             )
 
         for texts in self.texts:
             for length in text.lengths:
-                has, feed = partial(texts.has_fed, length), partial(texts.feed, length)
-                yield make(f"text/{texts.kind}-{length}", text.rows, has, feed)
+                fed, feed = partial(texts.fed, length), partial(texts.feed, length)
+                yield make(f"text/{texts.kind}-{length}", text.rows, fed, feed)
         for texts in self.texts if text.answering else ():
-            yield make(f"text/{texts.kind}-answers", text.answering, texts.has_answered, texts.answer)
+            yield make(f"text/{texts.kind}-answers", text.answering, texts.answered, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Units that make what these rows answer by."""
@@ -254,15 +256,6 @@ class Experiment:
             f"told on: {device.type} ({computed_on})",
             "versions: " + ", ".join(f"{name} {version}" for name, version in package_versions().items()),
         ]
-
-
-def _name_model(plan: Plan) -> str:
-    from leank_convert.recipe_file import load_recipe
-
-    model = load_recipe(plan.recipe, plan.overrides).model.id
-    if model is None:
-        raise LeanKError("the recipe names no model", hint="add `model.id` to it")
-    return model
 
 
 def _make(unit: Unit) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from bin.reproduction.plan import (
     DENSE,
     EVERY_CHANNEL,
+    GATES,
     MAIN,
     MAIN_RATIO,
+    SHORT,
     VALIDATION,
     Cell,
     Entry,
@@ -45,6 +47,7 @@ _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands besi
 _HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
 _SHOWN = (MAIN_RATIO, _HARD_RATIO)
 _TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
+_TEXT = TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24)
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,7 @@ class RealSizes:
     floor: float = 0.2  # a task at a length is left out where the dense model scores no more
     # Prompts of a cell that the dense model alone answers, then all others too, then it and the main mask.
     ruler_rounds: tuple[int, int, int] = (16, 64, 200)
-    text_tokens: int = 4096  # of a text, before those that are fed
-    num_fed: int = 256
-    num_texts: int = 16  # texts of each kind
-    answer_tokens: int = 512
-    num_answers: int = 24  # prompts of each kind of text
+    text: TextPlan = _TEXT
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ QUICK = Sizes(
 SMOLLM2 = Sizes(
     model="SmolLM2-135M-Instruct",
     recipe="smollm2-135m-instruct",
-    overrides=("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1"),
+    overrides=GATES,
     side_overrides=("held_out_samples=0",),
     ratios=(0.5, 0.6, 0.7, 0.8, 0.9),
     num_seeds=2,
@@ -148,9 +147,8 @@ SMOLLM2 = Sizes(
 QUICK_SMOLLM2 = replace(
     SMOLLM2,
     overrides=(
-        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
-        "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
-        "stage2.validation_contexts=1", "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
+        *SHORT, "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=1", "heads.steps=2",
+        "calibration_prompts=1", "held_out_samples=1",
     ),
     ratios=(0.7, 0.9),
     l1_weights=(),
@@ -166,7 +164,7 @@ QUICK_SMOLLM2 = replace(
     batch_tokens=1024,
     real=RealSizes(
         ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, ruler_rounds=(1, 1, 2),
-        text_tokens=300, num_fed=4, num_texts=2, answer_tokens=8, num_answers=2,
+        text=TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
         compared_lengths=(448, 480), num_compared=1,
     ),
 )  # fmt: skip
@@ -239,15 +237,7 @@ def _add_real(
         plan,
         parts=(*plan.parts, ruler, asked),
         tables=(Table("RULER's tasks", "ruler", labelled), *plan.tables),
-        text=TextPlan(
-            lengths=(real.text_tokens,),
-            num_fed=real.num_fed,
-            num_texts=real.num_texts,
-            rows=(*others, *singles(beside)),
-            answer_tokens=real.answer_tokens,
-            num_answers=real.num_answers,
-            answering=((DENSE,), *others),
-        ),
+        text=real.text._replace(rows=(*others, *singles(beside)), answering=((DENSE,), *others)),
         weighed=(DENSE, *weighed),
         weighed_on="compared",
     )

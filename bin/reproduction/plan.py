@@ -6,7 +6,7 @@ validation prompts: no baseline is shown below its best.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,13 @@ MAIN, DENSE_NAME, VALIDATION = "leank", "dense", "validation"
 MAIN_RATIO = 0.7  # the pruning ratio that all tables show
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
+GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")
+"""Changes to a real model's recipe where gates of heads are trained."""
+SHORT = (
+    "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+    "data.max_length=512", "data.questions_per_context=1",
+)  # fmt: skip
+"""Changes to a real model's recipe that leave a few hundred tokens of everything."""
 
 
 class Cell(NamedTuple):
@@ -84,12 +91,12 @@ class Table(NamedTuple):
 
 
 class TextPlan(NamedTuple):
-    """What is asked of natural text."""
+    """What is asked of natural text, and of whom."""
 
     lengths: tuple[int, ...]  # tokens of a text, before those that are fed
     num_fed: int  # tokens that are fed, each a decode step
     num_texts: int  # of each kind
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
     answer_tokens: int = 0  # of an answer to a prompt of about the first of `lengths`; 0: none is asked for
     num_answers: int = 0  # prompts of each kind
     answering: tuple[Row, ...] = ()
@@ -141,14 +148,6 @@ class Plan:
         """How many of a cell's first prompts an entry is asked, where others are asked `num_prompts`."""
         limit = self.most_int4.get(cell.length, num_prompts) if entry.kv_dtype == "int4" else num_prompts
         return min(limit, num_prompts)
-
-    def rows(self) -> Iterator[Row]:
-        """All that answer or are fed, some of them more than once."""
-        for part in self.parts:
-            for each in part.rounds:
-                yield from each.rows
-        if self.text is not None:
-            yield from (*self.text.rows, *self.text.answering)
 
 
 def singles(entries: Iterable[Entry]) -> tuple[Row, ...]:

@@ -111,7 +111,7 @@ def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
     """
     names = "K removed", "V removed", "factors at 1, of kept"
     found, masks = dict.fromkeys(names, ""), experiment.bench.masks
-    runs = [entry.run] if entry.run else [run for run in masks if masks.are_made(run)][:1]
+    runs = [entry.run] if entry.run else [run for run in experiment.plan.runs if masks.are_made(run)][:1]
     is_shown = entry.kind in ("mask", "think") and entry.ratio != EVERY_CHANNEL
     if not is_shown or not runs or not masks.are_made(runs[0]):
         return found

@@ -61,11 +61,7 @@ class Texts:
 
     def fed(self, length: int) -> dict[str, Any]:
         """What `feed` found, by entry's name; nothing where it has not been called."""
-        return _read(self._fed(length))
-
-    def has_fed(self, length: int, entries: Sequence[Entry]) -> bool:
-        """Whether `feed` has left its results."""
-        return self.fed(length).keys() >= {entry.name for entry in entries}
+        return self._read(length)
 
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
@@ -84,11 +80,7 @@ class Texts:
             }
             for place, variant in enumerate(variants)
         }
-        self._write(self._fed(length), results)
-
-    def has_answered(self, entries: Sequence[Entry]) -> bool:
-        """Whether `answer` has left its results."""
-        return self.answered().keys() >= {entry.name for entry in entries}
+        self._write(length, results)
 
     def answer(self, entries: Sequence[Entry]) -> None:
         """Let entries answer long prompts at length; go on where that was killed.
@@ -120,22 +112,22 @@ class Texts:
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
             kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
-            self._write(self._answered, kept)
+            self._write("answers", kept)
 
     def answered(self) -> dict[str, Any]:
         """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
-        return _read(self._answered)
+        return self._read("answers")
 
-    def _fed(self, length: int) -> Path:
-        return self.out / f"{self.kind}-{length}.json"
+    def _read(self, what: object) -> dict[str, Any]:
+        path = self._path(what)
+        return read_json(path) if path.exists() else {}
 
-    @property
-    def _answered(self) -> Path:
-        return self.out / f"{self.kind}-answers.json"
-
-    def _write(self, path: Path, results: Mapping[str, Any]) -> None:
+    def _write(self, what: object, results: Mapping[str, Any]) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(results).encode())
+        write_atomically(self._path(what), json.dumps(results).encode())
+
+    def _path(self, what: object) -> Path:
+        return self.out / f"{self.kind}-{what}.json"
 
     def _take(self, count: int, num_tokens: int) -> Tensor:
         """Pieces of the text, as far apart as it allows [count, num_tokens]."""
@@ -165,10 +157,6 @@ class Texts:
                 for piece in pieces
             ],
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:

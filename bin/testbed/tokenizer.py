@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,8 +30,3 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Write the tokenizer's files to `folder`."""
-    build_tokenizer().save_pretrained(folder)

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bin.testbed.held_out import exact_match, measure_all, render_table
-from bin.testbed.tokenizer import save_tokenizer
+from bin.testbed.tokenizer import build_tokenizer
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -278,7 +278,7 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
     figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
     model.save_pretrained(out)
-    save_tokenizer(out)
+    build_tokenizer().save_pretrained(out)
     record = {
         "plan": asdict(plan),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

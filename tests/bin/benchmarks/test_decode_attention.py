@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from bin.benchmarks.decode_attention import FilledLayer, attend_exactly, count_attention_bytes, pruned_length
+from bin.benchmarks.decode_attention import (
+    FilledLayer,
+    Pruning,
+    attend_exactly,
+    count_attention_bytes,
+    pruned_length,
+)
 from bin.benchmarks.random_models import build_model, choose_setup
 
 
@@ -36,7 +42,7 @@ def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inpu
         counted = count_attention_bytes(setup.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
         assert counted == {region: getattr(memory, region).used for region in counted}
         assert torch.equal(filled.attend(), filled.attend())
-        mask = setup.channel_masks[layer]
-        truth = attend_exactly(*inputs, mask, setup.windows.sink_size, pruned)
+        pruning = Pruning(setup.channel_masks[layer], setup.windows.sink_size, pruned)
+        truth = attend_exactly(*inputs, pruning)
         assert truth.check(filled.attend, inputs[0])["ok"]
         assert not truth.check(lambda: torch.full_like(inputs[0], float("nan")), inputs[0])["ok"]

@@ -42,7 +42,11 @@ def papers(request):
 
 
 def entries(plan):
-    return {entry for row in plan.rows() for entry in row} | set(plan.weighed)
+    """All that answer or are fed, and those whose bytes are counted."""
+    rows = [row for part in plan.parts for each in part.rounds for row in each.rows]
+    if plan.text is not None:
+        rows += [*plan.text.rows, *plan.text.answering]
+    return {entry for row in rows for entry in row} | set(plan.weighed)
 
 
 def test_every_mask_that_answers_is_made_and_nothing_is_made_twice(plan):

@@ -4,12 +4,12 @@ import json
 
 from transformers import AutoTokenizer
 
-from bin.testbed.tokenizer import save_tokenizer
+from bin.testbed.tokenizer import build_tokenizer
 from leank_convert.testbed import MODEL_DIR
 
 
 def test_shipped_tokenizer_is_a_fresh_build(tmp_path):
-    save_tokenizer(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
     shipped, fresh = (AutoTokenizer.from_pretrained(folder) for folder in (MODEL_DIR, tmp_path))
     assert shipped.get_vocab() == fresh.get_vocab()
     for fact in ("chat_template", "special_tokens_map", "padding_side", "model_max_length"):

@@ -1,7 +1,4 @@
-"""Centred keys on Qwen2.5-Coder, whose keys have large constant parts: answers and text, centred and not.
-
-Masks of 50 to 80% come from one training, that of 90% from one with a larger lambda.
-"""
+"""Plans of real models: centred keys on Qwen2.5-Coder, and V pruned beside K, in answers and on text."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ from dataclasses import dataclass
 
 from bin.reproduction.plan import (
     DENSE,
+    GATES,
     MAIN,
+    SHORT,
     Cell,
     Entry,
     Pace,
@@ -23,48 +22,54 @@ from bin.reproduction.plan import (
     singles,
 )
 
-RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
+_RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
-NO_SAMPLES = "held_out_samples=0"
+_NO_SAMPLES = "held_out_samples=0"
 _ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
-HEADS = "duo-attention"
-GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")  # as of SmolLM2
+_HEADS = "duo-attention"
+_TEXT = TextPlan((4000, 12000), num_fed=128, num_texts=6)
 
 
 @dataclass(frozen=True)
-class CentredSizes:
-    """How much is done."""
+class RulerSizes:
+    """How much a real model is asked, of RULER's tasks and of text, and what its masks are made by."""
 
+    recipe: str = "qwen2.5-coder-1.5b-instruct"
     overrides: tuple[str, ...] = ()
     gate_overrides: tuple[str, ...] = ()  # of the run that trains gates of heads
-    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
-    wide_ratios: tuple[float, ...] = (0.7, 0.8, 0.9)  # of the larger lambda
     tasks: tuple[str, ...] = (
         "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
         "niah_multiquery", "vt", "fwe",
     )  # fmt: skip
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     rounds: tuple[int, ...] = (32, 64, 100)  # prompts of a cell that are answered by then
-    # Of these, by caches in int4, which no kernels read: by length, whole batches.
+    text: TextPlan = _TEXT
+    batch_tokens: int = 2**17
+
+    def train_gates(self) -> Run:
+        """A run of DuoAttention."""
+        return Run((f"method={_HEADS}", *GATES, *self.gate_overrides, _NO_SAMPLES), (0.7,))
+
+
+@dataclass(frozen=True)
+class CentredSizes(RulerSizes):
+    """How much is done."""
+
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
+    wide_ratios: tuple[float, ...] = (0.7, 0.8, 0.9)  # of the larger lambda
+    # Of the prompts of a round, by caches in int4, which no kernels read: by length, whole batches.
     most_int4: tuple[tuple[int, int], ...] = ((4096, 32), (8192, 32), (16384, 16), (32768, 8))
     other_tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "niah_multivalue")
     other_lengths: tuple[int, ...] = (8192, 16384)
     num_others: int = 32
-    text_tokens: tuple[int, ...] = (4000, 12000)  # of a text, before those that are fed
-    num_fed: int = 128
-    num_texts: int = 6  # of each kind
-    answer_tokens: int = 512
-    num_answers: int = 24  # prompts of each kind of text
-    batch_tokens: int = 2**18
 
 
-CENTRED = CentredSizes()
+CENTRED = CentredSizes(text=_TEXT._replace(answer_tokens=512, num_answers=24), batch_tokens=2**18)
 QUICK_CENTRED = CentredSizes(
     overrides=(
-        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
-        "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
-        "stage2.validation_contexts=0", "calibration_prompts=1", "held_out_samples=1",
+        *SHORT, "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=0", "calibration_prompts=1",
+        "held_out_samples=1",
     ),
     gate_overrides=("heads.steps=2",),
     ratios=(0.7, 0.8),
@@ -75,26 +80,44 @@ QUICK_CENTRED = CentredSizes(
     other_tasks=("niah_single_2",),
     other_lengths=(448,),
     num_others=1,
-    text_tokens=(300,),
-    num_fed=4,
-    num_texts=2,
-    answer_tokens=8,
-    num_answers=2,
+    text=TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
     batch_tokens=1024,
 )  # fmt: skip
+VALUES = {
+    "qwen2.5-coder": RulerSizes(),
+    "smollm2": RulerSizes(
+        recipe="smollm2-135m-instruct",
+        lengths=(1024, 2048, 4096, 7680),
+        text=_TEXT._replace(lengths=(1600, 4000)),
+        batch_tokens=2**18,
+    ),
+}
+QUICK_VALUES = RulerSizes(
+    overrides=SHORT,
+    gate_overrides=("heads.steps=2",),
+    tasks=("niah_single_2",),
+    lengths=(448,),
+    rounds=(1, 2),
+    text=TextPlan((300,), num_fed=4, num_texts=2),
+    batch_tokens=1024,
+)
 
 
 def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
-    """Lay out all that answers and what it is asked; masks of LeanK may be the package's."""
+    """Lay out centred keys and keys as they are, of a model whose keys have large constant parts.
+
+    Masks of 50 to 80% come from one training, that of 90% from one with a larger lambda; they may be the
+    package's.
+    """
     wide_ratios = sizes.wide_ratios
     if packaged:  # which has one mask a ratio, and the main run has it already
         wide_ratios = tuple(ratio for ratio in wide_ratios if ratio not in sizes.ratios)
     runs = {MAIN: Run((), sizes.ratios), _WIDE: Run((f"stage1.l1_weight={_WIDE_LAMBDA}",), wide_ratios)}
     for method in ("static-norm", "double-sparsity"):
         for centred in ("true", "false"):
-            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", NO_SAMPLES)
+            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
             runs[f"{method}-{centred}"] = Run(settings, (0.7,))
-    runs[HEADS] = Run((f"method={HEADS}", *GATES, *sizes.gate_overrides, NO_SAMPLES), (0.7,))
+    runs[_HEADS] = sizes.train_gates()
 
     def take(name: str, ratio: float = 0.7, run: str = MAIN, **changes: str) -> Entry:
         return Entry(name, ratio=ratio, run=run, **changes)  # type: ignore[arg-type]
@@ -130,7 +153,7 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         *masked,
         Entry("think", "think", 0.7),
         *untrained,
-        take(HEADS, run=HEADS),
+        take(_HEADS, run=_HEADS),
         *(Entry(name, "beside") for name in ("kivi", "quest-16", "snapkv-2048")),
     ]
     alone = []
@@ -146,10 +169,10 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
     cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
     others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
     rounds = tuple(Round(count, singles(main)) for count in sizes.rounds)
-    ruler = Part("ruler", RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
+    ruler = Part("ruler", _RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
     return Plan(
         title="Centred keys on Qwen2.5-Coder-1.5B-Instruct",
-        recipe="qwen2.5-coder-1.5b-instruct",
+        recipe=sizes.recipe,
         overrides=sizes.overrides,
         runs=runs,
         parts=(
@@ -163,16 +186,47 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
         ),
         batch_tokens=sizes.batch_tokens,
         pace=Pace(mask=54, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
-        text=TextPlan(
-            lengths=sizes.text_tokens,
-            num_fed=sizes.num_fed,
-            num_texts=sizes.num_texts,
-            rows=singles([*masked, *untrained, *alone]),
-            answer_tokens=sizes.answer_tokens,
-            num_answers=sizes.num_answers,
-            answering=singles(main),
-        ),
+        text=sizes.text._replace(rows=singles([*masked, *untrained, *alone]), answering=singles(main)),
         has_scales=True,
         packaged=(MAIN, _WIDE) if packaged else (),
         most_int4=dict(sizes.most_int4),
+    )
+
+
+def make_values_plan(sizes: RulerSizes, packaged: bool = True) -> Plan:
+    """Lay out pruned V, and what fewer bits cost, beside K by the package's masks.
+
+    The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it: of
+    the texts, the documentation is what it has seen. The dense model is the folded one.
+    """
+
+    def prune(keys: float, values: float, **changes: str) -> Entry:
+        rounded = f" x {changes['kv_dtype']}" if changes else ""
+        name = f"K {keys:.0%}, V {values:.0%}{rounded}"
+        return Entry(name, ratio=keys, run=MAIN, values=values, **changes)  # type: ignore[arg-type]
+
+    main = [prune(0.7, 0.5), prune(0.7, 0.5, kv_dtype="fp8"), prune(0.8, 0.6)]
+    further = [prune(0.7, 0.6), prune(0.7, 0.7), prune(0.8, 0.5), prune(0.0, 0.25), prune(0.0, 0.5)]
+    cells = tuple(
+        Cell(task, length) for length in sorted(sizes.lengths, reverse=True) for task in sizes.tasks
+    )
+    heads = Entry(_HEADS, ratio=0.7, run=_HEADS)
+    first, *later = sizes.rounds
+    rounds = (
+        Round(first, singles([DENSE, *main, heads])),
+        *(Round(count, singles([DENSE, *main])) for count in later),
+    )
+    return Plan(
+        title=f"Pruned V by {sizes.recipe}",
+        recipe=sizes.recipe,
+        overrides=sizes.overrides,
+        runs={MAIN: Run((), (0.7, 0.8)), _HEADS: sizes.train_gates()},
+        parts=(Part("ruler", _RULER_SEED, cells, rounds, _FLOOR),),
+        tables=(Table("RULER's tasks", "ruler", by_name([*main, heads])),),
+        batch_tokens=sizes.batch_tokens,
+        pace=Pace(mask=20, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
+        text=sizes.text._replace(rows=singles([*main, *further, heads])),
+        has_basis=True,
+        has_scales=True,
+        packaged=(MAIN,),
     )
