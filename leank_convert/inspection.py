@@ -326,7 +326,7 @@ def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
         counts = Counter(sorted(width for layer in facts["value_widths"] for width in layer))
         asked, tokens = known.get("value_pruning_ratio_asked"), known.get("value_tokens")
         measured = f", by a basis measured on {tokens:,} tokens" if tokens is not None else ""
-        measured += ", which V is turned into as it is cached" if facts.get("value_basis") else ""
+        measured += ", which V is rotated into as it is cached" if facts.get("value_basis") else ""
         ratio = f"{facts['value_pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
         yield "V pruning ratio", ratio + measured
         yield "heads per V width", ", ".join(f"{width}: {n}" for width, n in counts.items())

@@ -40,7 +40,7 @@ LAYERS_KEY = "layers"
 KEY_MEAN_KEY = "key_mean"
 # How many directions of V every head keeps of a pruned token `[L][H_kv]`, where the mask prunes V.
 VALUE_WIDTHS_KEY = "value_widths"
-# True where the runtime turns V into the mask file's basis as it is stored, as it is not in the weights.
+# True where the runtime rotates V into the mask file's basis as it is stored, as it is not in the weights.
 VALUE_BASIS_KEY = "value_basis"
 _LARGEST = 2**63 - 1
 # What the shards' metadata leave out: it says nothing to a reader there.

@@ -2,7 +2,7 @@
 
 A basis is folded into the rows of the projection that makes V and the columns of the one that attention's
 output goes through, where both are plain floats with nothing between them. Elsewhere weights stay as they
-are, and the runtime turns V into the basis as it is stored, and the output back.
+are, and the runtime rotates V into the basis as it is stored, and the output back.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
     dtype = base.embed_tokens.weight.dtype
     if cache.other_layers:  # which append and attend in ways of their own
         return False
-    if any(layer.value_basis is not None for layer in cache.layers):  # V is turned between product and append
+    if any(layer.value_basis is not None for layer in cache.layers):  # V is rotated behind the product
         return False
     if tokens.is_floating_point() and tokens.dtype != dtype:
         return False

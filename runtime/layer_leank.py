@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention_leank import AttentionHandle
-from .constants_leank import Constants, choose_constants, turn
+from .constants_leank import Constants, choose_constants, rotate
 from .decode_kernels_leank import DecodeKernels
 from .find_kernels_leank import find_kernels
 from .kernel_key_leank import MAX_DRAFT
@@ -44,7 +44,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.rows = rows  # shared by all layers
         self.kv_dtype = kv_dtype
         self.model_constants = model_constants  # what a rounded cache lacks of them, every row's prompt gives
-        self.value_basis = value_basis  # what V is turned into as it is stored `[H_kv, D, D]`; None: nothing
+        self.value_basis = value_basis  # what V is rotated into as it is stored `[H_kv, D, D]`; or None
         self.model_mask = channel_mask[None]  # channels that the model keeps `[1, H_kv, D]`, bool, on the CPU
         self._model_layout = layout
         self.reset()
@@ -153,7 +153,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         (keys, values), self.pending = self.pending, None
         if self.value_basis is not None:
             self.value_basis = self.value_basis.to(keys.device)
-        values = turn(values, self.value_basis)
+        values = rotate(values, self.value_basis)
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)

@@ -48,7 +48,7 @@ class LeanKMixin:
     Attributes:
         key_means: What comes off keys of every pruned layer, `[1, H_kv, D]` each; None for nothing, or where
             no checkpoint was loaded.
-        value_bases: What V is turned into as it is stored, `[H_kv, D, D]` each; None likewise.
+        value_bases: What V is rotated into as it is stored, `[H_kv, D, D]` each; None likewise.
     """
 
     config: Any

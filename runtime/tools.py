@@ -120,7 +120,7 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
         "chunk sizes": [(layer.layout.chunk_size, layer.layout.value_chunk) for layer in cache.pruned_layers],
         "dtypes": [layer.dtype for layer in cache.pruned_layers],
         "kv_dtype": cache.kv_dtype,
-        "turned V": [layer.value_basis is not None for layer in cache.pruned_layers],
+        "rotated V": [layer.value_basis is not None for layer in cache.pruned_layers],
         "constants": [[name for name, own in each._asdict().items() if own is not None] for each in held],
         "devices": [layer.device for layer in cache.pruned_layers],
     }

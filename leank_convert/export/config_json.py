@@ -36,7 +36,7 @@ def build_leank_facts(
 ) -> dict[str, Any]:
     """Build the `leank` block without its digests; `cache` is what `kv_scales.describe_cache` says.
 
-    `folds_values` tells whether a basis of V is in the weights, else the runtime turns V into it.
+    `folds_values` tells whether a basis of V is in the weights, else the runtime rotates V into it.
     """
     orders = layout.head_permutation
     values: dict[str, Any] = {}

@@ -64,7 +64,7 @@ removed channel counts as its mean |
 {%- if known.value_pruning_ratio_asked is not none %} (asked: \
 {{ "%g"|format(known.value_pruning_ratio_asked) }})
 {%- endif %}: heads keep what weighs most in attention's output
-{%- if not folds_values %}, in a basis that V is turned into as it is cached, as weights cannot hold it
+{%- if not folds_values %}, in a basis that V is rotated into as it is cached, as weights cannot hold it
 {%- endif %} |
 {% endif %}
 

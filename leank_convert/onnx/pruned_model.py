@@ -90,7 +90,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         )
     if VALUE_BASIS_KEY in leank:
         raise LeanKError(
-            f"`{checkpoint}` turns V into a basis as it is cached, which graphs do not",
+            f"`{checkpoint}` rotates V into a basis as it is cached, which graphs do not",
             hint="make the graph of the model itself, with a mask of K alone by `--mask`",
         )
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from leank_convert._runtime.constants_leank import turn, turn_back
+from leank_convert._runtime.constants_leank import rotate, rotate_back
 from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.pruned_attention_leank import decode_attention
@@ -282,7 +282,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         if layer.window is not None:
             window_step = get_forward_context().attn_metadata[layer.window.layer_name]
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))
-        value = _by_heads(turn, value, layer.value_basis)
+        value = _by_heads(rotate, value, layer.value_basis)
         store = _store_of(layer, kv_cache, step, window_step)
         rows, runs = step.cut(layer.sizes, layer.most_keys)
         if step.num_columns is not None and layer.kernels is not None:
@@ -306,7 +306,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             self._attend_to_prompts(query[part], keys, values, run, output[part])
         if layer.value_basis is not None:
             attended = output[: step.num_tokens]
-            attended.copy_(_by_heads(turn_back, attended, layer.value_basis))
+            attended.copy_(_by_heads(rotate_back, attended, layer.value_basis))
         return output
 
     def _attend_to_prompts(
@@ -384,7 +384,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
 def _by_heads(
     change: Callable[..., torch.Tensor], states: torch.Tensor, basis: torch.Tensor | None
 ) -> torch.Tensor:
-    """Turn tokens `[T, H, D]`, which the runtime's functions take as `[1, H, T, D]`."""
+    """Rotate tokens `[T, H, D]`, which the runtime's functions take as `[1, H, T, D]`."""
     if basis is None:
         return states
     return change(states.transpose(0, 1)[None], basis)[0].transpose(0, 1).contiguous()

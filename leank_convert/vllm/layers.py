@@ -70,7 +70,7 @@ class LeanKAttention(Attention):
         window: Whose cache the window's pages are; None where no layer drops a channel.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
-        value_basis: What V is turned into before it is stored `[H_kv, D, D]`; None: as it comes.
+        value_basis: What V is rotated into before it is stored `[H_kv, D, D]`; None: as it comes.
         key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
         value_scale: The same of values.
     """

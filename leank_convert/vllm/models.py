@@ -127,7 +127,7 @@ class _LeanKForCausalLM:
         return loaded
 
     def _set_mask_tensors(self) -> None:
-        """Give the stage's layers what comes off keys and turns V, from the file beside the weights."""
+        """Give the stage's layers what comes off keys and rotates V, from the file beside the weights."""
         means, bases = load_mask_tensors(self._config, self._settings, *self._source)
         for attention in self._attentions:
             if means is not None:

@@ -143,15 +143,15 @@ def coded_pair(
 
     def make(codec: str, *given: Any, **named: Any) -> ModelPair:
         pair = code(codec, *given, **named)
-        if "turned" in codec:
-            turn_values(pair)
+        if "rotated" in codec:
+            rotate_values(pair)
         return pair
 
     return make
 
 
-def turn_values(pair: ModelPair) -> None:
-    """Have the cache turn V into a basis, which is folded into the dense model that it is held to."""
+def rotate_values(pair: ModelPair) -> None:
+    """Have the cache rotate V into a basis, which is folded into the dense model that it is held to."""
     generator, head_dim = torch.Generator().manual_seed(2), pair.masks.shape[-1]
     directions = torch.randn(*pair.masks.shape, head_dim, dtype=torch.float64, generator=generator)
     bases = torch.linalg.qr(directions).Q.to(pair.leank.dtype)

@@ -31,8 +31,8 @@ SIZES = {
     "huge ring": (3, HUGE, HUGE),
 }
 CODECS = [
-    "auto", "auto centred", "auto values", "auto values turned", "fp8", "fp8 static", "fp8 static centred",
-    "fp8 values turned", "int4", "int4 values",
+    "auto", "auto centred", "auto values", "auto values rotated", "fp8", "fp8 static", "fp8 static centred",
+    "fp8 values rotated", "int4", "int4 values",
 ]  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
 
 
 @pytest.mark.parametrize("kernels", [None, Kernels()])
-def test_v_that_is_turned_attends_as_where_it_came_turned(kernels, monkeypatch):
+def test_v_that_is_rotated_attends_as_where_it_came_rotated(kernels, monkeypatch):
     """Of a layer with a basis, and of one whose weights have it: pages hold the same."""
     num_heads, generator = len(LAYOUT.widths), torch.Generator().manual_seed(1)
     queries, lengths, prompts = [1, 2, 40, 33, 70], [30, 96, 40, 33, 80], [20, 90, 40, 33, 80]
@@ -193,9 +193,9 @@ def test_v_that_is_turned_attends_as_where_it_came_turned(kernels, monkeypatch):
         for count in (num_heads * GROUPS, num_heads, num_heads)
     )
     basis = torch.linalg.qr(torch.randn(num_heads, HEAD_DIM, HEAD_DIM, generator=generator)).Q
-    turned = torch.einsum("thd,hde->the", value, basis)
+    rotated = torch.einsum("thd,hde->the", value, basis)
     said, outputs, held = batch(queries, lengths, prompts), [], []
-    for own, values in ((basis, value), (None, turned)):
+    for own, values in ((basis, value), (None, rotated)):
         layer, kept = make_layer(kernels, is_fp8=False)
         layer.value_basis = own
         steps = [make_builder().build(0, said) for _ in range(2)]

@@ -131,7 +131,7 @@ def scores_of(model):
 SIZES = {"sink_size": 2, "recent_size": 4, "flush_size": 2}
 
 
-def test_v_that_is_turned_as_it_is_cached_answers_as_where_it_is_folded(folder_of, tmp_path):
+def test_v_that_is_rotated_as_it_is_cached_answers_as_where_it_is_folded(folder_of, tmp_path):
     source = folder_of("llama")
     mask = pruned_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out", **SIZES)
@@ -141,13 +141,13 @@ def test_v_that_is_turned_as_it_is_cached_answers_as_where_it_is_folded(folder_o
     with prune_model(model, plain, **SIZES):
         whole = scores_of(model)
     with prune_model(model, mask, **SIZES):
-        turned = scores_of(model)
-    torch.testing.assert_close(turned, scores_of(folded), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(turned, whole, rtol=1e-2, atol=1e-2)
+        rotated = scores_of(model)
+    torch.testing.assert_close(rotated, scores_of(folded), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(rotated, whole, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("row", [case for case in FAMILIES if case.values[0].gated])
-def test_beside_gates_weights_stay_and_v_is_turned_as_it_is_cached(row, folder_of, tmp_path):
+def test_beside_gates_weights_stay_and_v_is_rotated_as_it_is_cached(row, folder_of, tmp_path):
     source = folder_of(row.model_type)
     mask = pruned_mask(source)
     out, plain = tmp_path / "out", replace(mask, value_basis=None, value_widths=None)
@@ -157,7 +157,7 @@ def test_beside_gates_weights_stay_and_v_is_turned_as_it_is_cached(row, folder_o
     assert all(tensor.equal(tensors_of(same)[name]) for name, tensor in tensors_of(out).items())
     block = read_json(out / "config.json")["leank"]
     assert block["value_basis"] is True and "value_basis" not in read_json(same / "config.json")["leank"]
-    assert "in a basis that V is turned into as it is cached" in (out / "README.md").read_text()
+    assert "in a basis that V is rotated into as it is cached" in (out / "README.md").read_text()
     say_in_block(out, "value_basis", None)
     assert (
         "`leank.value_basis` is missing, and an export of this source cannot fold"
