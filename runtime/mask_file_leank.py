@@ -31,14 +31,14 @@ def load_mask_tensors(
     the hub are taken. Raises a ValueError if the file is missing or is not the one that was exported, or a
     tensor makes no sense.
     """
+    if not (settings.has_key_mean or settings.has_value_basis):
+        return None, None
     shape = tuple(settings.channel_masks.shape)
     wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
     if settings.has_key_mean:
         wanted["key_mean"] = "the mean of keys", torch.float16, shape
     if settings.has_value_basis:
         wanted["value_basis"] = "the basis of V", torch.float32, (*shape, shape[-1])
-    if not wanted:
-        return None, None
     block: dict[str, Any] = config.leank
     given = {name: value for name, value in options.items() if name in _HUB_OPTIONS and value is not None}
     if (commit := getattr(config, "_commit_hash", None)) is not None:

@@ -26,9 +26,10 @@ class Quantized(_LeanKForCausalLM, Stock):
         self._num_heads = 8
         self._attentions = [SimpleNamespace(key_scale=None)]  # the cache is in the model's dtype
         self._pages = SimpleNamespace(heads=heads, widths=((),))
-        # Keys have no mean.
+        # Keys have no mean, and V is as it comes.
         self._config, self._source = SimpleNamespace(leank={}), ("out", {})
-        self._settings = SimpleNamespace(has_key_mean=False, head_dim=16, layers=(0,))
+        has = {"has_key_mean": False, "has_value_basis": False}
+        self._settings = SimpleNamespace(**has, head_dim=16, layers=(0,))
 
 
 def test_one_rank_loads_whatever_layout_as_it_is():
