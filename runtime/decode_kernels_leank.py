@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,7 +79,6 @@ class DecodeKernels:
         self._attention, self._merge, self._append, *glue = compile_kernels(
             [attention(shape), *functions], self.arch, has_barriers=by_tma
         )
-        self._make_placeholders()
         if key.has_glue:
             self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
         self._products = dict(zip(self._steps, glue, strict=True))
@@ -87,19 +87,19 @@ class DecodeKernels:
         registered.append(self)
         self.seconds = time.perf_counter() - started
 
-    def _make_placeholders(self) -> None:
-        """Make what stands for flags that are all set, for pools without rows, for no constants or sinks."""
-        key = self.key
-        with torch.inference_mode(False):
-            self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
-            dtype = torch.uint8 if self.key.is_fp8 else key.dtype
-            self._no_rows = {
-                size: torch.zeros(1, 1, TILE, size, dtype=dtype, device=key.device)
-                for size in (key.chunk_size, key.value_chunk)
-            }
-            self._no_sinks = torch.zeros(1, 1, 1, device=key.device)
-            self._no_mean = torch.zeros(1, 1, key.head_dim, device=key.device)
-            self._no_scale = torch.ones(1, 1, key.head_dim, device=key.device)
+    @cached_property
+    def _stand_ins(self) -> dict[Any, torch.Tensor]:
+        """What stands for flags that are all set, for pools without rows, for no constants or sinks.
+
+        The check makes it, before any capture: to compile takes no memory of the GPU.
+        """
+        key, sizes = self.key, {self.key.chunk_size, self.key.value_chunk}
+        dtype = torch.uint8 if key.is_fp8 else key.dtype
+        with torch.inference_mode(False), key.device:
+            pages = {size: torch.zeros(1, 1, TILE, size, dtype=dtype) for size in sizes}
+            valid, scale = torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 1, key.head_dim)
+            sinks, mean = torch.zeros(1, 1, 1), torch.zeros_like(scale)
+            return {"valid": valid, "sinks": sinks, "mean": mean, "scale": scale, **pages}
 
     @property
     def product_rows(self) -> tuple[int, ...]:
@@ -378,7 +378,7 @@ class DecodeKernels:
     ) -> torch.Tensor:
         """Attend as the operator is asked to."""
         assert (sinks is not None) == self.key.has_sinks
-        beside = self._no_sinks
+        beside = self._stand_ins["sinks"]
         if sinks is not None:
             of_queries = load_part("sinks").sinks_beside
             beside = of_queries(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
@@ -425,7 +425,7 @@ class DecodeKernels:
 
         def as_taken(pool: torch.Tensor) -> torch.Tensor:
             if not pool.shape[1]:
-                return self._no_rows[pool.shape[3]]
+                return self._stand_ins[pool.shape[3]]
             return pool.view(torch.uint8) if self.key.is_fp8 else pool
 
         taken, (num_pages, of_values, *_) = store.map_memory(as_taken), store.window_values.shape
@@ -434,15 +434,15 @@ class DecodeKernels:
             strides = taken.window_values.stride(0), page_size * lanes, lanes, 1
             pages = taken.window_values.as_strided((num_pages, 1, page_size, lanes), strides)
             taken = taken._replace(window_keys=pages)
-        scales = (store.key_scale, store.value_scale) if self.key.is_fp8 else (self._no_scale,) * 2
+        scales = (store.key_scale, store.value_scale) if self.key.is_fp8 else (self._stand_ins["scale"],) * 2
         return *taken[:_NUM_MEMORY], *scales
 
     def mean_of(self, store: StoreTensors) -> torch.Tensor:
         """Return a store's mean of keys as kernels take it."""
-        return self._no_mean if store.key_mean is None else store.key_mean
+        return self._stand_ins["mean"] if store.key_mean is None else store.key_mean
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
-        return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
+        return self._stand_ins["valid"] if valid is None else valid.contiguous().view(torch.uint8)
 
 
 def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +22,7 @@ from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT, KernelKey
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.vllm import FP8_NAMES
+from leank_convert.vllm.ahead import wait_for_kernels
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import hide_prompts
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
@@ -168,8 +166,7 @@ class LeanKAttention(Attention):
         return [kernel_key(device, self.dtype, **self._shape(n)) for n in (self._num_columns, MAX_DRAFT)]
 
     def _find_kernels(self, num_columns: int) -> DecodeKernels | None:
-        for compilation in _compilations:
-            compilation.join()
+        wait_for_kernels()
         with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
             return find_kernels(self.chunk_index.device, self.dtype, **self._shape(num_columns))
 
@@ -223,24 +220,3 @@ def _load_tokens(pages: ModelPages, block_size: int) -> int:
     """Tokens that a kernel loads at once: a divisor of both pages' sizes."""
     window = pages.window_block_size(block_size)
     return next(size for size in (64, 32, 16) if block_size % size == window % size == 0)
-
-
-# What compiles kernels, until a layer asks for one.
-_compilations: list[threading.Thread] = []
-
-
-def compile_ahead(keys: Iterable[KernelKey]) -> None:
-    """Begin to compile while weights are loaded and vLLM compiles the model, so that no request waits."""
-    one_at_a_time = threading.Lock()
-
-    def compile_all(key: KernelKey) -> None:
-        # TileLang remembers what it compiled. Whatever fails here does so again when a layer asks.
-        with contextlib.suppress(Exception):
-            torch.cuda.set_device(key.device)  # a thread's own
-            kernels = DecodeKernels(key)
-            with one_at_a_time:  # keys of other numbers of columns have the same ones
-                PageKernels(kernels)
-
-    _compilations[:] = [threading.Thread(target=compile_all, args=(key,), daemon=True) for key in keys]
-    for compilation in _compilations:
-        compilation.start()

@@ -30,9 +30,10 @@ from leank_convert._runtime.mask_file_leank import load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs
 from leank_convert.vllm.adapters import check_adapters
+from leank_convert.vllm.ahead import compile_ahead
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
-from leank_convert.vllm.layers import LeanKAttention, compile_ahead
+from leank_convert.vllm.layers import LeanKAttention
 from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
 from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter

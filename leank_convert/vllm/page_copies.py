@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from leank_convert._runtime.decode_kernels_leank import DecodeKernels
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
-from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
+from leank_convert._runtime.kernel_key_leank import KernelKey
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot, gather_tokens
@@ -30,16 +30,10 @@ class PageKernels:
 
     def __init__(self, kernels: DecodeKernels) -> None:
         """Compile, or load from TileLang's cache on disk."""
-        from leank_convert._runtime.kernel_leank import KernelShape, compile_kernels
-        from leank_convert.vllm.page_kernels import append_slots, gather_rows
+        from leank_convert.vllm.page_kernels import compile_page_kernels
 
-        self.kernels, key = kernels, kernels.key
-        sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-        shape = KernelShape(
-            *sizes, KERNEL_DTYPES[key.dtype], 1, 8, is_fp8=key.is_fp8, value_chunk=key.value_chunk
-        )
-        functions = [append_slots(shape), gather_rows(shape)]
-        self._append, self._gather = compile_kernels(functions, kernels.arch, has_barriers=False)
+        self.kernels = kernels
+        self._append, self._gather = compile_page_kernels(kernels.key, kernels.arch)
 
     def append(
         self,

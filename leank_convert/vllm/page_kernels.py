@@ -15,9 +15,11 @@ try:
 except ImportError as error:
     raise ImportError(f"the kernels of pages need tilelang (pip install tilelang): {error}") from error
 
+from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
 from leank_convert._runtime.kernel_leank import (
     WARPGROUP,
     KernelShape,
+    compile_kernels,
     kernel_fp8,
     mean_type,
     pool_types,
@@ -31,6 +33,14 @@ VECTOR = 8
 
 # Columns of a head's row in `ChunkLayout.head_table`.
 _KEPT, _NUM_KEPT, _VALUE, _DROPPED, _NUM_DROPPED, _WINDOW_VALUE, _, _, _NUM_VALUES = range(9)
+
+
+def compile_page_kernels(key: KernelKey, arch: str) -> list[Any]:
+    """Compile both kernels beside decode kernels, or load them from TileLang's cache on disk."""
+    sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
+    dtype = KERNEL_DTYPES[key.dtype]
+    shape = KernelShape(*sizes, dtype, 1, 8, is_fp8=key.is_fp8, value_chunk=key.value_chunk)
+    return compile_kernels([append_slots(shape), gather_rows(shape)], arch, has_barriers=False)
 
 
 def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: bool) -> Any:

@@ -31,7 +31,6 @@ class CpuKernels(DecodeKernels):
             setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
         self._products = {8: compiled_when_called(product, "float32", 8)}
         self._steps, self._num_multiprocessors = STEPS, num_programs
-        self._make_placeholders()
 
     def append(self, *arguments):
         self.launch_append(*arguments)

@@ -1,0 +1,61 @@
+"""Compilation of kernels in a process of its own, while vLLM loads and compiles the model.
+
+In one process compilers and Dynamo wait for each other, as Python's lock is one. What is compiled is then
+loaded from TileLang's cache on disk. This module needs nothing of vLLM, which takes long to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from leank_convert._runtime.decode_kernels_leank import DecodeKernels
+from leank_convert._runtime.kernel_key_leank import KernelKey
+
+# Whatever is in the working directory stays out.
+_PROGRAM = (
+    "import pickle, sys; read = sys.stdin.buffer; sys.path[:] = pickle.load(read); "
+    "from leank_convert.vllm import ahead; ahead.compile_all(pickle.load(read))"
+)
+
+_compilations: list[threading.Thread] = []
+
+
+def compile_ahead(keys: Iterable[KernelKey]) -> None:
+    """Begin to compile what layers will ask for, so that no request waits."""
+    if not (keys := list(keys)):
+        return
+    command, silent = [sys.executable, "-I", "-c", _PROGRAM], subprocess.DEVNULL
+    given = pickle.dumps(sys.path) + pickle.dumps(keys)
+
+    def compile_and_load() -> None:
+        subprocess.run(command, input=given, stdout=silent, stderr=silent, check=False)
+        # Whatever failed fails here, too, and again where a layer asks, which tells of it.
+        with contextlib.suppress(Exception):
+            compile_all(keys)
+
+    _compilations.append(threading.Thread(target=compile_and_load, daemon=True))
+    _compilations[-1].start()
+
+
+def wait_for_kernels() -> None:
+    """Wait until all is compiled, or failed."""
+    for compilation in _compilations:
+        compilation.join()
+
+
+def compile_all(keys: list[KernelKey]) -> None:
+    """Compile the kernels of decoding, and those of pages, into TileLang's cache; takes no GPU memory."""
+    from leank_convert.vllm.page_kernels import compile_page_kernels
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        made = list(pool.map(DecodeKernels, keys))
+        # Other numbers of columns have the same ones.
+        of_pages = {replace(kernels.key, num_queries=8): kernels.arch for kernels in made}
+        list(pool.map(compile_page_kernels, of_pages, of_pages.values()))

@@ -1,0 +1,63 @@
+"""Kernels that a process of its own compiles while vLLM loads a model."""
+
+import importlib
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from leank_convert._runtime.kernel_key_leank import KernelKey
+from leank_convert.vllm import ahead, page_kernels
+
+KEY = KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8)
+
+# Stands for a key: tells which process asked what device it is for.
+TELLING = """
+import os, pathlib
+
+class Key:
+    def __init__(self, path):
+        self.path = path
+
+    @property
+    def device(self):
+        with pathlib.Path(self.path).open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        raise RuntimeError("no compiler")
+"""
+
+
+def test_another_process_compiles_by_our_packages_first(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "telling.py").write_text(TELLING)
+    (tmp_path / "pickle.py").write_text("open('was run', 'w')")  # in the working directory
+    monkeypatch.syspath_prepend(tmp_path / "package")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ahead, "_compilations", [])
+    telling = importlib.import_module("telling")
+    ahead.compile_ahead([])
+    assert not ahead._compilations
+    ahead.compile_ahead([telling.Key(str(tmp_path / "asked by"))])
+    ahead.wait_for_kernels()
+    first, *rest = map(int, (tmp_path / "asked by").read_text().split())
+    assert first != os.getpid() and set(rest) == {os.getpid()}  # what it compiled is loaded here
+    assert not (tmp_path / "was run").exists()
+
+
+def test_kernels_of_pages_are_compiled_once_for_all_numbers_of_columns(monkeypatch):
+    asked, of_pages = [], []
+
+    def decode_kernels(key):
+        asked.append(key)
+        return SimpleNamespace(key=key, arch="sm_90a")
+
+    monkeypatch.setattr(ahead, "DecodeKernels", decode_kernels)
+    monkeypatch.setattr(page_kernels, "compile_page_kernels", lambda *given: of_pages.append(given))
+    wide, other = replace(KEY, num_queries=64), replace(KEY, max_chunks=2)
+    ahead.compile_all([KEY, wide, other])
+    assert set(asked) == {KEY, wide, other}
+    assert sorted(of_pages, key=str) == sorted([(KEY, "sm_90a"), (other, "sm_90a")], key=str)
