@@ -72,25 +72,26 @@ def convert_model(
             return []
         if mask_only:
             return [result.mask for result in results]
-        # Once, as it is the model's, whatever the mask.
-        measured = None
-        if kv_dtype is not None and any(_has_to_measure(mask, kv_dtype) for mask in masks.values()):
-            basis = next(iter(masks.values())).value_basis
-            measured = measure_cache(model, recipe, device=device, value_basis=basis)
-        return [
-            export_checkpoint(
+        written, measured, basis = [], None, None
+        for folder, mask in masks.items():
+            if kv_dtype is not None and _has_to_measure(mask, kv_dtype):
+                if measured is None or mask.value_basis is not basis:  # the model's own, whatever the mask
+                    basis = mask.value_basis
+                    measured = measure_cache(model, recipe, device=device, value_basis=basis)
+                mask = measured.centre(mask)
+            exported = export_checkpoint(
                 model,
-                centred := mask if measured is None else measured.centre(mask),
+                mask,
                 folder,
                 config_overrides=overrides,
                 base_model=base_model,
                 kv_dtype=kv_dtype,
-                kv_scales=measured.scales(centred) if measured and kv_dtype == "fp8" else None,
+                kv_scales=measured.scales(mask) if measured and kv_dtype == "fp8" else None,
                 try_cache=_trial(model, recipe, kv_dtype, device),
                 overwrite=replaces,
             )
-            for folder, mask in masks.items()
-        ]
+            written.append(exported)
+        return written
 
 
 def export_model(
@@ -130,10 +131,14 @@ def export_model(
         Fields(flags, "export").number("value_pruning_ratio", 0, 1, below=True)
     out, overrides = user_path(out), options.get("overrides", ())
     named = find_recipe(options.get("recipe"), model, run=out, overrides=overrides, flags=flags)
-    export = resolve_export(ExportRequest(model, mask, out, **{**options, "recipe": named}))
+    value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
+    options |= {"recipe": named, "value_pruning_ratio": value_pruning_ratio}
+    export = resolve_export(ExportRequest(model, mask, out, **options))
     choice = export.choice
     wanted = export.named_mask
-    value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
+    known = wanted.provenance
+    if wanted.value_basis is not None and known and known.value_pruning_ratio_asked == value_pruning_ratio:
+        value_pruning_ratio = None  # nothing is left to measure
     if value_pruning_ratio is not None:
         _check_value_ratio(export, value_pruning_ratio)
     recipe = choose_recipe(named, model, run=out, device=device)

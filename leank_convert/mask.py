@@ -310,16 +310,16 @@ def _load_safetensors(path: Path) -> ChannelMask:
 
 
 def _check_origin(mask: ChannelMask, path: Path) -> None:
-    """Check that a mask names the rope that its mean of keys holds under, and the weights of its V."""
+    """Check that a mask names the rope that its mean of keys holds under, and the model that its V is of."""
     if mask.key_mean is not None and mask.provenance is None:
         raise LeanKError(
             f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
             "alone, which is not named"
         )
-    if mask.value_basis is not None and (mask.provenance is None or mask.provenance.value_weights is None):
+    if mask.value_basis is not None and mask.provenance is None:
         raise LeanKError(
-            f"mask `{path}` has a tensor `value_basis` and no `value_weights` in its provenance: a basis of "
-            "V holds for some weights alone, which are not named"
+            f"mask `{path}` has a tensor `value_basis` and no provenance: a basis of V is of one model, "
+            "which is not named"
         )
 
 

@@ -18,7 +18,8 @@ windows: first tokens and last tokens that keep all channels.
 testbed: the toy in the package; its figures say nothing of other models.
 
 `leank-convert export MODEL -o OUT` takes the mask of MODEL. `--pruning-ratio`
-picks one of several, `--mask` takes one by its name.
+picks one of several, with `--value-pruning-ratio` one that prunes V, too;
+`--mask` takes one by its name.
 `leank-convert inspect NAME` shows all that is known of a mask.
 """
 
@@ -32,6 +33,9 @@ def render_masks(*, as_json: bool = False) -> str:
     for mask in listed:
         pruned = f"{100 * mask['pruning_ratio_asked']:g}%: {mask['pruning_ratio']:.1%}"
         rows.append((mask["name"], pruned, f"{mask['sink_size']}, {mask['recent_size']}", mask["made_by"]))
+        rows += (
+            [(f"V pruned, too: {mask['value_pruning_ratio']:.1%}",)] if mask["value_pruning_ratio"] else []
+        )
         rows += [(f"model: {mask['model']}",), (f"evaluated: {mask['evaluated']}",)]
     return "\n".join(listing(rows)) + "\n" + _EXPLANATION
 
@@ -46,6 +50,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "model": known.model,
         "pruning_ratio_asked": float(percent(path)) / 100,  # the ratio that picks it
         "pruning_ratio": mask.pruning_ratio,
+        "value_pruning_ratio": 0.0 if mask.value_widths is None else mask.value_pruning_ratio,
         "sink_size": known.sink_size,
         "recent_size": known.recent_size,
         "flush_size": known.flush_size,

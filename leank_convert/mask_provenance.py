@@ -71,7 +71,8 @@ class MaskProvenance:
     value_pruning_ratio_asked: Annotated[float, Field(ge=0, lt=1)] | None = None
     # How many tokens the basis of V was measured on; None without one, or if not known.
     value_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
-    # SHA-256 of the weights that the basis of V is of, as `digest_values` gives it.
+    # SHA-256 of the weights that the basis of V is of, as `digest_values` gives it; None, of a packaged mask,
+    # for those of `model`.
     value_weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
     @classmethod

@@ -159,6 +159,18 @@ class Stage2Section(_Section):
     )
 
 
+class ValuesSection(_Section):
+    """Gates on V's directions, of a method that trains, where V is pruned."""
+
+    steps: _NonNegativeInt = Field(
+        240,
+        description="optimizer steps, for each pruning ratio; 0: directions are chosen by their part of "
+        "attention's output, as methods that train nothing do",
+    )
+    learning_rate: _Rate = Field(0.02, description="Adam's, between its ramps")
+    l1_weight: _Weight = Field(0.2, description="on the mean of all gates")
+
+
 class HeadsSection(_Section):
     """Which heads lose all channels, as DuoAttention chooses them; methods without gates ignore it.
 
@@ -222,12 +234,13 @@ class Recipe(_Section):
     )
     value_pruning_ratio: _Fraction = Field(
         0.0,
-        description="fraction of V's channels that pruned tokens lose, in a basis of V that is measured in "
-        "the end; 0: V as it is",
+        description="fraction of V's channels that pruned tokens lose, in a basis of V that is measured; 0: "
+        "V as it is",
     )
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
     stage2: Stage2Section = Field(default_factory=Stage2Section)
+    values: ValuesSection = Field(default_factory=ValuesSection)
     heads: HeadsSection = Field(default_factory=HeadsSection)
     batch_size: _PositiveInt = Field(
         1, description="contexts of one optimizer step, run one after another and shared by all ranks"

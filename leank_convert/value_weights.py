@@ -54,14 +54,23 @@ def _find_quantized(checkpoint: Checkpoint, facts: ModelFacts) -> str | None:
 
 
 def check_values_belong(
-    known: MaskProvenance, checkpoint: Checkpoint, facts: ModelFacts, *, mask_origin: str, model_origin: str
+    known: MaskProvenance,
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    *,
+    name: str | None,
+    mask_origin: str,
+    model_origin: str,
 ) -> None:
     """Check that a mask's basis of V is of a model's weights; LeanKError if not.
 
-    Of quantized weights, which it was not measured on, nothing is asked: any basis serves them exactly, one
-    of the weights before they were rounded nearly as well as their own.
+    Any basis serves any weights exactly, and one of weights that differ by rounding nearly as well as their
+    own. So nothing is asked of quantized weights, nor where a mask that names no weights, as packaged ones
+    do, meets a model of the name that it gives.
     """
     if _find_quantized(checkpoint, facts) is not None:
+        return
+    if known.value_weights is None and name == known.model:
         return
     if known.value_weights != digest_values(checkpoint, facts):
         raise LeanKError(

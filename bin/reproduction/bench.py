@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
-from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
-from bin.reproduction.variants import PrunedValues, RoundedPrompt, fold_values
+from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, MAIN_VALUES, Entry, Plan
+from bin.reproduction.variants import PrunedValues, RoundedPrompt
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
@@ -32,7 +32,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
-from leank_convert.train.value_basis import ValueBasis, choose_value_widths
+from leank_convert.train.value_basis import ValueBasis
 from leank_convert.windows import Windows
 
 
@@ -150,10 +150,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, MASK_FILE_NAME)
             save_mask(replace(all_channels_mask(facts), provenance=known), path)
-            evaluated = load_evaluated(folder, self.device, mask=path)
-        if self.basis_file is not None:
-            fold_values(evaluated, self.basis.directions)
-        return evaluated
+            return load_evaluated(folder, self.device, mask=path)
 
     @cached_property
     def basis(self) -> ValueBasis:
@@ -162,9 +159,20 @@ class Bench:
         return ValueBasis(**torch.load(self.basis_file))
 
     def mask(self, entry: Entry) -> ChannelMask:
-        """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
+        """The mask of an entry's run, at the main ratio where the entry keeps all channels.
+
+        It prunes V where the entry says so: the package's, or by what each direction of V weighs.
+        """
         assert entry.run is not None
-        return self.masks[entry.run][entry.ratio or MAIN_RATIO]
+        mask = self.masks[entry.run][entry.ratio or MAIN_RATIO]
+        if entry.values is None:
+            return mask
+        named = self.recipe.model.id or self.model
+        if entry.ratio != EVERY_CHANNEL and (path := find_by_model(named, entry.ratio, entry.values)):
+            return load_mask(path)
+        if entry.ratio == EVERY_CHANNEL:
+            mask = replace(mask, channel_mask=torch.ones_like(mask.channel_mask))
+        return self.basis.prune(mask, entry.values)
 
     def measure_basis(self) -> None:
         """Measure a basis of V, as an export does, and keep it."""
@@ -178,9 +186,10 @@ class Bench:
 
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
-        basis = None if self.basis_file is None else self.basis.directions
-        measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=basis)
-        scales = measured.scales(self.masks[run][MAIN_RATIO])
+        values = None if self.basis_file is None else MAIN_VALUES
+        mask = self.mask(Entry(run, ratio=MAIN_RATIO, run=run, values=values))
+        measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=mask.value_basis)
+        scales = measured.scales(mask)
         found = {"key_scale": scales.keys, "value_scale": scales.values}
         write_atomically(self.scales_file, _to_bytes(found))
 
@@ -219,7 +228,12 @@ class Bench:
                 constants |= torch.load(self.scales_file)
         if entry.values is None:
             return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)
-        widths = choose_value_widths(self.basis.energies, kept.any(-1), entry.values)
+        own = self.mask(entry)
         return PrunedValues(
-            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, value_widths=widths
+            entry.name,
+            kept,
+            kv_dtype=entry.kv_dtype,
+            constants=constants,
+            value_widths=own.value_widths,
+            value_basis=own.value_basis,
         )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 MAIN, DENSE_NAME, VALIDATION = "leank", "dense", "validation"
 MAIN_RATIO = 0.7  # the pruning ratio that all tables show
+MAIN_VALUES = 0.5  # that of V beside it, where V is pruned
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
 GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")

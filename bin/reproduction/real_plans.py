@@ -196,8 +196,9 @@ def make_centred_plan(sizes: CentredSizes, packaged: bool = False) -> Plan:
 def make_values_plan(sizes: RulerSizes, packaged: bool = True) -> Plan:
     """Lay out pruned V, and what fewer bits cost, beside K by the package's masks.
 
-    The basis of V is measured on the recipe's tasks and on Python's documentation, as an export does it: of
-    the texts, the documentation is what it has seen. The dense model is the folded one.
+    The package has masks with V pruned for some ratios, whose directions were learned. For others the basis
+    of V is measured, and cut by its energies, as an export does it. Of the texts, both have seen Python's
+    documentation.
     """
 
     def prune(keys: float, values: float, **changes: str) -> Entry:

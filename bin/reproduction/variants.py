@@ -1,7 +1,4 @@
-"""Variants of experiments alone: prompts whose keys or values alone are rounded, and V pruned in memory.
-
-For the latter a basis is folded into the model's weights, and caches keep part of it.
-"""
+"""Variants of experiments alone: prompts whose keys or values alone are rounded, and V pruned in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +14,8 @@ from bin.baselines.int4 import quantise as round_to_int4
 from leank_convert._runtime.constants_leank import centre
 from leank_convert._runtime.fp8_leank import reread, scale_of
 from leank_convert._runtime.layout_leank import cut_layers
-from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import Masked
-from leank_convert.export.fold import fold
 
 
 @dataclass
@@ -59,34 +54,22 @@ class RoundedPrompt(Masked):
         return rounded
 
 
-@torch.no_grad()
-def fold_values(evaluated: EvaluatedModel, directions: Tensor) -> None:
-    """Fold a basis of V [L, H_kv, D, D] into the weights that a LeanK model and its dense one share."""
-    for layer, bases in zip(evaluated.facts.layers, directions.double(), strict=True):
-        attention = evaluated.model.model.layers[layer].self_attn
-        value, output = attention.v_proj, attention.o_proj
-        for weight, dim in ((value.weight, 0), (value.bias, 0), (output.weight, 1)):
-            if weight is not None:
-                blocks = weight.unsqueeze(1) if weight.ndim == 1 else weight
-                parts = blocks.cpu().chunk(len(bases), dim)
-                folded = [fold(part, basis, dim) for part, basis in zip(parts, bases, strict=True)]
-                weight.copy_(torch.cat(folded, dim).view_as(weight))
-
-
 @dataclass
 class PrunedValues(Masked):
-    """A LeanK cache that keeps of every head its first directions of V, too: so many [L, H_kv]."""
+    """A LeanK cache that keeps a part of V, too."""
 
-    value_widths: Tensor | None = None
+    value_widths: Tensor | None = None  # so many directions of every head, the first ones [L, H_kv]
+    value_basis: Tensor | None = None  # of this basis [L, H_kv, D, D]
 
     def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
         model: Any
         cache: Any
         model, cache = super().start(prefill)
-        assert self.value_widths is not None and self.channel_masks is not None
+        assert self.value_widths is not None and self.value_basis is not None
+        assert self.channel_masks is not None
         kept = self.channel_masks.sum(-1).tolist()
         layouts = cut_layers(kept, self.value_widths.tolist(), self.channel_masks.shape[-1])
-        for layer, layout in zip(cache.pruned_layers, layouts, strict=True):
-            layer.layout = layout
+        for layer, layout, basis in zip(cache.pruned_layers, layouts, self.value_basis, strict=True):
+            layer.layout, layer.value_basis = layout, basis
         return model, cache

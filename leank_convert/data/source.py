@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from leank_convert.data.drafts import draw_draft, fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import (
+    Question,
     TrainingSample,
     encode_answer,
     encode_prompts,
@@ -36,6 +37,7 @@ from leank_convert.recipe import DataSection
 _NUM_DRAWS = 64
 # In the same way, `check` wants a document with enough questions among fewer than `draw` goes through.
 _NUM_CHECKED_DOCUMENTS, _NUM_DOCUMENTS = 32, 1000
+_CONTINUATION = 256  # tokens of a text that is gone on with
 _LETTERS_OF_TOKEN = 8  # more than any tokenizer's have on average
 # As many characters as the longest sample has, or nearly, and no more than a second takes.
 _MAX_LONG_WORDS = 2**18
@@ -58,14 +60,19 @@ class SampleSource:
     seed: int
 
     def draw(self, index: int) -> TrainingSample:
-        """Draw a sample by its index, from 0 over both stages: tasks in turn, lengths uniform in their range.
+        """Draw a sample by its index, from 0 over all stages: tasks in turn, lengths uniform in their range.
 
-        Its longest prompt and answer have at most the drawn length, and come close to it.
+        Its longest prompt and answer have at most the drawn length, and come close to it. An index ~i, below
+        0, asks for text i to go on with, or where there is none for sample i.
 
         Raises:
             LeanKError: If the tokenizer has no chat template, a length leaves no room for the task, or the
                 haystack cannot be read.
         """
+        if index < 0:
+            index = ~index
+            if self.has_text:
+                return self._draw_continuation(index)
         rng = random.Random(f"{self.seed}/{index}")
         task = self.data.tasks[index % len(self.data.tasks)]
         budget = rng.randint(self.data.min_length, self.data.max_length)
@@ -100,6 +107,12 @@ class SampleSource:
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]
         encoded = self.tokenizer(piece, truncation=True, max_length=length)
         return torch.tensor(encoded["input_ids"])
+
+    def _draw_continuation(self, index: int) -> TrainingSample:
+        """A text whose last tokens stand for the answer to those before."""
+        ids = self.draw_text(index)
+        border = len(ids) - min(_CONTINUATION, len(ids) // 4)
+        return TrainingSample("text", ids[:border], (Question(ids[border:], 1),))
 
     def check(self) -> None:
         """Draw every task at the shortest length, and named text: what cannot be drawn is refused at once.

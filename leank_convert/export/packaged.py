@@ -14,14 +14,18 @@ from leank_convert.masks import find_by_model
 _TRAINERS_FILES = ("adapter_config.json", "trainer_state.json", "training_args.bin")
 
 
-def find_packaged(model: str | Path, pruning_ratio: float | None) -> Path | None:
+def find_packaged(
+    model: str | Path, pruning_ratio: float | None, value_pruning_ratio: float | None = None
+) -> Path | None:
     """Find the packaged mask of a model by what the hub calls it, or by what its config.json says it is.
+
+    With a ratio for V, it is one that prunes V, too.
 
     Raises:
         LeanKError: If there is none of that ratio, or the file cannot be read.
     """
     name = identify_model(model)
-    return find_by_model(name, pruning_ratio) if name else None
+    return find_by_model(name, pruning_ratio, value_pruning_ratio) if name else None
 
 
 def identify_model(model: str | Path) -> str | None:

@@ -12,7 +12,7 @@ from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, Checkpoint, open_checkpoint, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
-from leank_convert.export.packaged import describe_packaged, find_packaged
+from leank_convert.export.packaged import describe_packaged, find_packaged, identify_model
 from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
 from leank_convert.fields import Fields
@@ -48,6 +48,7 @@ class ExportRequest:
     mask: MaskLike
     out: Path
     pruning_ratio: float | None = None
+    value_pruning_ratio: float | None = None
     recipe: RecipeLike = None
     overrides: Sequence[str] = ()
     all_channels: bool = False
@@ -109,7 +110,7 @@ def resolve_export(request: ExportRequest) -> Export:
     known = choice.mask.provenance
     if choice.mask.value_basis is not None and known is not None:
         origins = {"mask_origin": choice.mask_origin, "model_origin": str(request.model)}
-        check_values_belong(known, checkpoint, facts, **origins)
+        check_values_belong(known, checkpoint, facts, name=identify_model(request.model), **origins)
     refuse_to_lose_mask(request.out, choice.mask, overwrite=request.overwrite)
     return Export(request, checkpoint, config, facts, choice)
 
@@ -190,7 +191,7 @@ def choose(request: ExportRequest) -> Choice:
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
         taken, origin = all_channels_mask(facts), "--all-channels"
     else:
-        path = _find_mask(model, mask, request.out, chosen, ratio)
+        path = _find_mask(request, chosen)
         taken, origin = load_mask(path), str(path)
         if is_packaged(path):
             origin = path.stem
@@ -201,10 +202,13 @@ def choose(request: ExportRequest) -> Choice:
     return Choice(taken, origin, windows, config_overrides)
 
 
-def _find_mask(
-    model: str | Path, mask: str | Path | None, out: Path, recipe: Recipe | None, pruning_ratio: float | None
-) -> Path:
-    """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one."""
+def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
+    """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one.
+
+    With a ratio for V a packaged one that prunes V is taken before one of K alone.
+    """
+    model, mask, out, pruning_ratio = request.model, request.mask, request.out, request.pruning_ratio
+    assert not isinstance(mask, ChannelMask)
     trained = out / MASK_FILE_NAME
     if mask is None and trained.exists():
         mask = trained
@@ -216,7 +220,11 @@ def _find_mask(
             hint="pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
             "train … --resume`",
         )
-    path = find_packaged(model, pruning_ratio) if mask is None else resolve_mask(mask, pruning_ratio)
+    path = None if mask is None else resolve_mask(mask, pruning_ratio)
+    if mask is None and request.value_pruning_ratio:
+        path = find_packaged(model, pruning_ratio, request.value_pruning_ratio)
+    if mask is None and path is None:
+        path = find_packaged(model, pruning_ratio)
     if path is None:
         raise LeanKError(
             f"no mask for `{model}`: none given, none in `{out}`, none in its recipe, none packaged for it",

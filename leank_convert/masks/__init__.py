@@ -1,12 +1,14 @@
 """The masks that ship with the package: a file each, named by its model and the percent that was asked to go.
 
 A mask is added by putting its file here: `smollm2-135m-instruct-70.safetensors` holds a mask of a model whose
-hub id ends in `SmolLM2-135M-Instruct`, and names that id itself. Importing this module does not import torch.
+hub id ends in `SmolLM2-135M-Instruct`, and names that id itself; `smollm2-135m-instruct-70-v50.safetensors`
+prunes 50% of V, too. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from leank_convert.errors import LeanKError, shorten
@@ -14,6 +16,7 @@ from leank_convert.safetensors_file import read_header
 
 FOLDER = Path(__file__).parent
 DEFAULT_RATIO = 0.7  # of several masks of a model, the paper's
+_NAME = re.compile(r"(?P<model>.+)-(?P<keys>[\d.]+)(-v(?P<values>[\d.]+))?")
 
 
 def list_masks() -> list[Path]:
@@ -27,7 +30,7 @@ def is_packaged(path: Path) -> bool:
 
 
 def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
-    """Find a mask by its file's name, or by that without the percent.
+    """Find a mask by its file's name, or one of K alone by that without the percent.
 
     Args:
         name: Such as `smollm2-135m-instruct-70`, or `smollm2-135m-instruct`.
@@ -36,7 +39,9 @@ def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
     Raises:
         LeanKError: If there is none of that name or ratio.
     """
-    files = [path for path in list_masks() if name.lower() in (path.stem, model_part(path))]
+    of_keys = [path for path in list_masks() if value_percent(path) is None]
+    files = [path for path in list_masks() if name.lower() == path.stem]
+    files = files or [path for path in of_keys if name.lower() == model_part(path)]
     if not files:
         names = {each for path in list_masks() for each in (path.stem, model_part(path))}
         close = difflib.get_close_matches(name.lower(), sorted(names), n=3)
@@ -48,30 +53,46 @@ def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
     return _pick(files, pruning_ratio, f"`{shorten(name)}`")
 
 
-def find_by_model(model: str, pruning_ratio: float | None = None) -> Path | None:
-    """Find the mask of a model by the model's hub id; None if there is none of any ratio.
+def find_by_model(
+    model: str, pruning_ratio: float | None = None, value_pruning_ratio: float | None = None
+) -> Path | None:
+    """Find the mask of a model by the model's hub id; None if there is none of any ratio, or not of both.
 
     Args:
         model: Hub id, or `testbed`.
         pruning_ratio: As for `find_by_name`.
+        value_pruning_ratio: Of V; None for a mask of K alone.
 
     Raises:
         LeanKError: If there is none of that ratio, or a file is damaged.
     """
-    part = model.rpartition("/")[2].lower()
-    named = [path for path in list_masks() if model_part(path) == part]
+    part, values = model.rpartition("/")[2].lower(), f"{100 * (value_pruning_ratio or 0):g}"
+    named = [p for p in list_masks() if model_part(p) == part and (value_percent(p) or "0") == values]
     files = [path for path in named if read_header(path).metadata.get("model") == model]
+    if value_pruning_ratio:
+        asked = f"{100 * (pruning_ratio or DEFAULT_RATIO):g}"
+        return next((path for path in files if percent(path) == asked), None)
     return _pick(files, pruning_ratio, f"`{model}`") if files else None
 
 
 def percent(path: Path) -> str:
-    """The percent in a file's name."""
-    return path.stem.rpartition("-")[2]
+    """The percent of K in a file's name."""
+    return _part(path, "keys") or ""
+
+
+def value_percent(path: Path) -> str | None:
+    """The percent of V behind it; None of a mask of K alone."""
+    return _part(path, "values")
 
 
 def model_part(path: Path) -> str:
-    """What is before it: the model's name in small letters."""
-    return path.stem.rpartition("-")[0]
+    """What is before both: the model's name in small letters."""
+    return _part(path, "model") or ""
+
+
+def _part(path: Path, name: str) -> str | None:
+    found = _NAME.fullmatch(path.stem)
+    return found and found[name]
 
 
 def _pick(files: list[Path], pruning_ratio: float | None, what: str) -> Path:

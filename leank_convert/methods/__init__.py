@@ -24,6 +24,9 @@ _logger = logging.getLogger("leank_convert")
 Budget = Literal["uniform", "global"]
 Part = Literal["gates", "stage1", "stage2"]
 
+STAGES = ("gates", "stage 1", "stage 2", "values")
+"""What a person calls the phases of a training run, by number; the last is of gates on V's directions."""
+
 
 @dataclass(frozen=True)
 class Method:

@@ -26,8 +26,7 @@ from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import prepare, train, write_result
 from leank_convert.train.model import find_trainable
 from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.run import build_mask
-from leank_convert.train.selection import select_for
+from leank_convert.train.selection import build_mask, select_for
 from leank_convert.train.state import TrainingDirectory
 
 _logger = logging.getLogger("leank_convert")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from leank_convert.methods import STAGES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
@@ -215,7 +217,7 @@ def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
     places = np.arange(1, len(records) + 1)
     axes.plot(places, losses, color=BLUE, linewidth=0.7, alpha=0.45)
     window = max(1, len(records) // 40) | 1
-    for stage in (0, 1, 2):
+    for stage in range(len(STAGES)):
         chosen = np.array([record.stage == stage for record in records])
         if chosen.any():
             smooth = _running_median(losses[chosen], window)
@@ -234,8 +236,10 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
     """Curves of the mean gate or scaling factor and, in stage 2, of the reached pruning ratio."""
     places = np.arange(1, len(records) + 1)
     means = np.array([record.mean_factor for record in records])
-    of_gates = np.array([record.stage == 0 for record in records])
-    for rows, colour, name in ((of_gates, BLUE, "mean gate"), (~of_gates, ORANGE, "mean scaling factor")):
+    stages = np.array([record.stage for record in records])
+    of_factors = (stages == 1) | (stages == 2)
+    parts = (stages == 0, BLUE, "mean gate"), (of_factors, ORANGE, "mean scaling factor")
+    for rows, colour, name in (*parts, (stages == 3, BLUE, "mean gate of V")):
         if rows.any():
             axes.plot(places[rows], means[rows], color=colour, label=name)
     ratios = [(place, record.pruning_ratio) for place, record in zip(places, records, strict=True)]
@@ -316,12 +320,12 @@ def _add_legend(axes: Axes, columns: int = 1, column_spacing: float = 2.0) -> No
 def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:
     axes.grid(axis="y")
     axes.set_xlim(1, max(2, len(records)))
-    for stage in (1, 2):
+    for stage, name in enumerate(STAGES):
         first = sum(record.stage < stage for record in records)
         if 0 < first < len(records):
             axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
             where = ("data", "axes fraction")
-            _annotate(axes, f"stage {stage}", (first + 0.5, 1), (4, -3), xycoords=where, va="top")
+            _annotate(axes, name, (first + 0.5, 1), (4, -3), xycoords=where, va="top")
 
 
 def _annotate(axes: Axes, text: str, place: Any, points: tuple[int, int], **style: Any) -> None:

@@ -70,6 +70,7 @@ def _collect_facts(
         steps = [f"{counts[0]} (gates of heads)"] if counts[0] else []
         if counts[1] or counts[2]:
             steps.append(f"{counts[1]} + {counts[2]} (stages 1 and 2)")
+        steps += [f"{counts[3]} (gates of V)"] if counts[3] else []
         yield "steps", ", ".join(steps)
         answers = sum(record.num_answer_tokens for record in records)
         yield "tokens", f"{sum(record.num_tokens for record in records):,}, {answers:,} of them answers"

@@ -48,14 +48,17 @@ class Student:
     # DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g times what
     # it is without the middle; None for no such mixture.
     gates: Tensor | None = None
-    # What is left of a pruned token's V, v P with P [L, H_kv, D, D]; None for all of it, as while the rest is
-    # learned.
-    projections: Tensor | None = None
+    # A pruned token's V has its directions, the columns of a basis [L, H_kv, D, D], each times a factor
+    # [L, H_kv, D]; None for all of V, as while channels of K are learned.
+    value_basis: Tensor | None = None
+    value_factors: Tensor | None = None
 
     @property
     def learned(self) -> Tensor:
-        """The gates where there are any, else the scaling factors."""
-        return self.scaling_factors if self.gates is None else self.gates
+        """The gates of heads where there are any, else the factors of V's directions, else those of K."""
+        if self.gates is not None:
+            return self.gates
+        return self.scaling_factors if self.value_factors is None else self.value_factors
 
 
 # What looks on at a block's attention in layers with full attention: the layer's place among them, queries
@@ -171,7 +174,8 @@ def _answer_attention(
         split_attention,
         *(query, key, value, answers.context, module.layer_idx, answers.regions, scaling, factors),
         sinks=sinks,
-        projections=None if student.projections is None else student.projections[place],
+        value_basis=None if student.value_basis is None else student.value_basis[place],
+        value_factors=None if student.value_factors is None else student.value_factors[place],
     )
     output = attend_with(sees_middle=None if student.sees_middle is None else student.sees_middle[place])
     if student.gates is None:

@@ -30,6 +30,7 @@ _QUESTIONS = 4
 _CPU_SCHEDULE: Mapping[str, Any] = {
     "stage1": {"steps": 280, "learning_rate": 0.04, "l1_weight": 0.1},
     "stage2": {"steps": 40, "learning_rate": 0.004, "validation_contexts": 4},
+    "values": {"steps": 80, "learning_rate": 0.04, "l1_weight": 0.2},
 }
 _CPU_LENGTH = 2048
 

@@ -62,6 +62,7 @@ class Forecast:
         pace = self.seconds_per_context
         part = heads * facts.head_dim * bytes_of(facts.dtype)
         values = round((1 - recipe.value_pruning_ratio) * part)
+        learns_values = recipe.value_pruning_ratio > 0 and recipe.values.steps > 0
         value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
             "model": self.model,
@@ -78,6 +79,7 @@ class Forecast:
             "tokens": self.tokens * contexts,
             "scaling_factors": heads * facts.head_dim if "stage1" in recipe.trains else 0,
             "gates": heads if "gates" in recipe.trains else 0,
+            "value_gates": heads * facts.head_dim if learns_values else 0,
             "device": self.device,
             "memory": dict(self.memory),
             "bytes_per_token": {
@@ -98,7 +100,8 @@ class Forecast:
         facts, data, found = self.facts, self.recipe.data, self.to_dict()
         shape = f"{facts.num_hidden_layers} layers, {facts.num_key_value_heads} KV heads"
         yield "model", f"{self.model}: {shape} of {facts.head_dim} channels"
-        counts = {"gates of heads": found["gates"], "scaling factors": found["scaling_factors"]}
+        names = {"gates": "gates of heads", "scaling_factors": "scaling factors", "value_gates": "gates of V"}
+        counts = {name: found[key] for key, name in names.items()}
         learned = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         yield "trained", f"{learned}; the weights stay as they are"
         phases = [
@@ -138,7 +141,7 @@ class Forecast:
             pace = f"{self.seconds_per_context:.2f} s a context of {self.tokens:,.0f} tokens"
             yield "time", f"{_render_seconds(found['seconds'])}{shared}, at {pace}, as measured here"
         if found["value_seconds"]:
-            yield "", f"then about {_render_seconds(found['value_seconds'])} to measure the basis of V"
+            yield "", f"before that about {_render_seconds(found['value_seconds'])} to measure the basis of V"
 
     def _remedy(self) -> str:
         room = self.memory["capacity"] - self.memory["weights"] - self.memory["working"]

@@ -77,7 +77,7 @@ class Gradients:
         self._known: set[Sizes] = set()
         self._known_contexts: set[int] = set()
         self._contexts: dict[int, tuple[Tensor, _Graph[StoredContext]]] = {}
-        self._answers: dict[tuple[Sizes, bool], _Answers] = {}
+        self._answers: dict[tuple[Sizes, bool, bool], _Answers] = {}
         if self.captures:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
@@ -127,7 +127,7 @@ class Gradients:
             return None
         packed = pack_sample(sample, sizes)
         context = self._store(sample, packed)
-        key = sizes, student.gates is not None
+        key = sizes, student.gates is not None, student.value_factors is not None
         graph = self._answers.pop(key, None)
         if graph is None:
             if len(self._answers) == _MOST_GRAPHS:
@@ -202,12 +202,9 @@ class _Answers:
         capture: Callable[[Callable[[], tuple[Tensor, Tensor]]], _Graph[tuple[Tensor, Tensor]]],
     ) -> None:
         self._packed = packed.to(model.device)
-        self._student = replace(
-            student,
-            scaling_factors=student.scaling_factors.detach().clone(),
-            sees_middle=_sees_middle(student).clone(),
-            gates=None if student.gates is None else student.gates.detach().clone(),
-        )
+        own: dict[str, Any] = {name: part.detach().clone() for name, part in _optional(student).items()}
+        own["scaling_factors"] = student.scaling_factors.detach().clone()
+        self._student = replace(student, sees_middle=_sees_middle(student).clone(), **own)
         learned = self._student.learned.requires_grad_()
 
         @torch.enable_grad()
@@ -225,9 +222,15 @@ class _Answers:
             own.scaling_factors.copy_(student.scaling_factors)
             if own.sees_middle is not None:
                 own.sees_middle.copy_(_sees_middle(student))
-            if own.gates is not None and student.gates is not None:
-                own.gates.copy_(student.gates)
+            for name, part in _optional(student).items():
+                getattr(own, name).copy_(part)
         return self._graph.launch()
+
+
+def _optional(student: Student) -> dict[str, Tensor]:
+    """What a student may be without, of what differs from one to the next of its kind."""
+    parts = {"gates": student.gates, "value_factors": student.value_factors}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _sees_middle(student: Student) -> Tensor:

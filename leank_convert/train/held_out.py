@@ -163,8 +163,7 @@ def check_held_out(
     students, key_mean = [], None
     for mask in masks.values():
         kept = mask.channel_mask.to(ranks.device)
-        left = None if mask.value_basis is None else project(mask).to(ranks.device)
-        students.append(Student(windows, kept.float(), kept.any(-1), projections=left))
+        students.append(Student(windows, kept.float(), kept.any(-1), **values_left(mask, ranks.device)))
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
     sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
@@ -214,11 +213,12 @@ def check_held_out(
     return checked
 
 
-def project(mask: ChannelMask) -> Tensor:
-    """What a mask leaves of a pruned token's V: float32 [L, H_kv, D, D]."""
-    assert mask.value_basis is not None and mask.value_widths is not None
+def values_left(mask: ChannelMask, device: torch.device) -> dict[str, Tensor]:
+    """What a mask leaves of a pruned token's V, as a student has it."""
+    if mask.value_basis is None or mask.value_widths is None:
+        return {}
     kept = torch.arange(mask.value_basis.shape[-1]) < mask.value_widths[..., None]
-    return (mask.value_basis * kept[:, :, None]) @ mask.value_basis.mT
+    return {"value_basis": mask.value_basis.to(device), "value_factors": kept.to(device, torch.float32)}
 
 
 def _measure(

@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json_lines, write_atomically
 from leank_convert.held_out import HeldOut
+from leank_convert.methods import STAGES
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 
@@ -34,8 +35,8 @@ class StepRecord:
     """One line of log.jsonl; null where a value does not exist."""
 
     step: int  # steps done, over all stages
-    stage: int  # 1 or 2; 0 where gates of heads are learned
-    # Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
+    stage: int  # 1 or 2; 0 where gates of heads are learned, 3 where those of V's directions are
+    # From stage 2 on: the ratio it is for; a recipe of several has these stages for each.
     pruning_ratio_asked: float | None
     task: str  # of this rank's samples; several as `retrieval+multi_value`
     num_tokens: int  # what the model computed in this step, over all its contexts and ranks
@@ -98,7 +99,7 @@ class TrainingLog:
     def write(self, record: StepRecord) -> None:
         """Add one step."""
         self._file.write(_to_line(record))
-        stage = f"stage{record.stage}" if record.stage else "gates"
+        stage = STAGES[record.stage].replace(" ", "")
         if len(self._recipe.pruning_ratios) > 1 and record.pruning_ratio_asked is not None:
             stage = f"{stage}-{record.pruning_ratio_asked}"
         values = {f"{stage}/{name}": getattr(record, name) for name in _TRACKED}
@@ -168,7 +169,7 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
     reached = record.pruning_ratio
     parts = [
         f"distillation {record.distillation:.2e}",
-        f"mean {'factor' if record.stage else 'gate'} {record.mean_factor:.3f}"
+        f"mean {'factor' if record.stage in (1, 2) else 'gate'} {record.mean_factor:.3f}"
         if reached is None
         else f"pruned {reached:.1%}",
         f"{tokens_per_second:,.0f} tokens/s",

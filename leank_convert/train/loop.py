@@ -62,9 +62,8 @@ def train(
     if not run.is_done:
         ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
     run.centre_keys(samples, progress=progress)
+    run.measure_values(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
-    if run.measure_values(samples, progress=progress) and ranks.is_first:
-        save_state(run.state, directory.state)
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +15,18 @@ from torch import Tensor
 
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.hub import hide_local_paths, model_name
 from leank_convert.mask import ChannelMask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.log import StepRecord
-from leank_convert.train.model import LoadedModel, ModelFiles
+from leank_convert.train.model import LoadedModel
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
-from leank_convert.train.selection import select_channels, select_for
+from leank_convert.train.selection import build_mask, select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
@@ -112,10 +110,10 @@ class Run:
             measured.num_contexts,
         )
 
-    def measure_values(self, samples: SampleSource, *, progress: bool) -> bool:
-        """Measure a done run's basis of V, raising as the function; return if that was left to do."""
+    def measure_values(self, samples: SampleSource, *, progress: bool) -> None:
+        """Measure the basis of V, if V is pruned and it is not known yet; raises as the function."""
         if not self.recipe.value_pruning_ratio or self._state.values is not None:
-            return False
+            return
         measured = measure_values(
             self.loaded,
             samples,
@@ -125,7 +123,6 @@ class Run:
             progress=progress,
         )
         self._state.values = dict(vars(measured))
-        return True
 
     def restore(self, state: TrainingState, path: Path) -> None:
         """Go on from a saved state; LeanKError if it is another run's, or has other gates."""
@@ -146,6 +143,7 @@ class Run:
             scaling_factors=state.scaling_factors.detach().to(device).requires_grad_(),
             stage1_factors=None if state.stage1_factors is None else state.stage1_factors.to(device),
             finished=[factors.to(device) for factors in state.finished],
+            finished_values=[factors.to(device) for factors in state.finished_values],
             best=None if state.best is None else (state.best[0], state.best[1].to(device)),
         )
         self._optimizer = self._new_optimizer()
@@ -155,9 +153,7 @@ class Run:
                 name: value if name == "step" else value.to(device) for name, value in state.optimizer.items()
             }
         if not self.is_done:
-            ratio = self.schedule.phase(self.step).pruning_ratio
-            if ratio is not None:
-                self._channel_mask = self._select(self._factors, ratio)
+            self._channel_mask = self._channels_of(self.schedule.phase(self.step))
 
     def sample_indices(self) -> Iterator[int]:
         """Which samples this rank takes from here on, in order."""
@@ -194,8 +190,8 @@ class Run:
         self._state.step += 1
 
         before, after, validation = self._channel_mask, None, None
-        if phase.pruning_ratio is not None:
-            after = self._channel_mask = self._select(self._factors, phase.pruning_ratio)
+        if phase.stage == 2:
+            after = self._channel_mask = self._channels_of(phase)
             if phase.ends_tenth(self.step):
                 validation = self._compare(phase)
         if self.step == phase.stop:
@@ -223,9 +219,9 @@ class Run:
     def masks(self) -> dict[float, ChannelMask]:
         """The mask of every asked ratio, of a run that is done."""
         state = self._state
-        unfinished = self._factors.detach() if state.stage1_factors is None else state.stage1_factors
-        factors = state.finished or [unfinished] * len(self.recipe.pruning_ratios)
         values = None if state.values is None else ValueBasis(**state.values)
+        ratios = self.recipe.pruning_ratios
+        of_values: Sequence[Tensor | None] = state.finished_values or [None] * len(ratios)
         return {
             ratio: build_mask(
                 self.recipe,
@@ -236,13 +232,30 @@ class Run:
                 key_mean=state.key_mean,
                 key_mean_tokens=state.key_mean_tokens,
                 values=values,
+                value_factors=None if of_value is None else of_value.cpu(),
             )
-            for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
+            for ratio, learned, of_value in zip(ratios, self._learned, of_values, strict=True)
         }
 
     @property
     def _factors(self) -> Tensor:
         return self._state.scaling_factors
+
+    @property
+    def _learned(self) -> list[Tensor]:
+        """What channels of K are chosen by, for each asked ratio, once that is learned."""
+        state = self._state
+        unfinished = self._factors.detach() if state.stage1_factors is None else state.stage1_factors
+        return state.finished or [unfinished] * len(self.recipe.pruning_ratios)
+
+    def _channels_of(self, phase: Phase) -> Tensor:
+        """The mask that a phase's steps are done with; before stage 2 none matters."""
+        if phase.pruning_ratio is None:
+            return self._channel_mask
+        learned = self._factors
+        if phase.stage == 3:
+            learned = self._learned[self.recipe.pruning_ratios.index(phase.pruning_ratio)]
+        return self._select(learned, phase.pruning_ratio)
 
     def _new_optimizer(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
@@ -289,10 +302,15 @@ class Run:
             return
         if self._state.stage1_factors is None:  # without a step of stage 1
             self._state.stage1_factors = self._factors.detach().clone()
-        with torch.no_grad():
-            self._factors.copy_(self._state.stage1_factors)
-        self._channel_mask = self._select(self._factors, phase.pruning_ratio)
-        self._compare(phase)
+        if phase.stage == 3:
+            self._state.scaling_factors = ones(self.loaded.facts.mask_shape, self.ranks.device)
+            self._optimizer = self._new_optimizer()
+        else:
+            with torch.no_grad():
+                self._factors.copy_(self._state.stage1_factors)
+        self._channel_mask = self._channels_of(phase)
+        if phase.stage == 2:
+            self._compare(phase)
 
     def _compare(self, phase: Phase) -> float | None:
         if not self.recipe.stage2.validation_contexts:
@@ -303,6 +321,12 @@ class Run:
         if self._state.best is None or loss < self._state.best[0]:
             self._state.best = loss, self._factors.detach().clone()
         return loss
+
+    @cached_property
+    def _value_basis(self) -> Tensor:
+        assert self._state.values is not None  # it is measured before the first step
+        directions: Tensor = self._state.values["directions"]
+        return directions.to(self.loaded.model.device)
 
     def _validate(self, student: Student) -> float:
         """The mean loss of a student on contexts of another seed, shared by the ranks.
@@ -330,6 +354,8 @@ class Run:
             self._take_gates(learned)
         elif phase.pruning_ratio is None:
             state.stage1_factors = learned
+        elif phase.stage == 3:
+            state.finished_values = [*state.finished_values, learned]
         else:
             state.finished = [*state.finished, learned if state.best is None else state.best[1]]
             state.best = None
@@ -367,8 +393,13 @@ class Run:
         if phase.pruning_ratio is None:
             heads = self._retrieval_heads
             return Student(self._windows, self._factors, None if heads is None else heads[..., 0])
-        kept = straight_through(self._factors, self._channel_mask)
-        return Student(self._windows, kept, self._channel_mask.any(-1))
+        sees = self._channel_mask.any(-1)
+        if phase.stage == 3:
+            kept = self._channel_mask.to(self._factors.dtype)
+            return Student(
+                self._windows, kept, sees, value_basis=self._value_basis, value_factors=self._factors
+            )
+        return Student(self._windows, straight_through(self._factors, self._channel_mask), sees)
 
     def _check_finite(self, loss: Tensor, sample: TrainingSample) -> None:
         gradient = self._factors.grad
@@ -391,34 +422,6 @@ class Run:
         if self.recipe.model.device_map is None and torch.cuda.device_count() > 1:
             remedies.append("spread the model over all GPUs by `--set model.device_map=auto`")
         return "; or ".join(remedies) + "; the state before this step is saved"
-
-
-def build_mask(
-    recipe: Recipe,
-    pruning_ratio: float,
-    files: ModelFiles,
-    channel_mask: Tensor,
-    *,
-    scaling_factors: Tensor | None = None,
-    key_mean: Tensor | None = None,
-    key_mean_tokens: int | None = None,
-    values: ValueBasis | None = None,
-) -> ChannelMask:
-    """The mask of one of a recipe's ratios, with where it comes from."""
-    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
-    provenance = MaskProvenance.for_model(
-        model_name(files.name),
-        files.facts,
-        method=recipe.method,
-        **recipe.windows.model_dump(),
-        pruning_ratio_asked=pruning_ratio,
-        width_multiple=recipe.width_unit(files.facts.head_dim),
-        recipe=hide_local_paths(recipe.text, paths),
-        seed=recipe.seed,
-        key_mean_tokens=key_mean_tokens,
-    )
-    mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
-    return mask if values is None else values.prune(mask, recipe.value_pruning_ratio)
 
 
 def _describe(sample: TrainingSample) -> str:

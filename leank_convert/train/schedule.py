@@ -1,20 +1,21 @@
-"""Schedule of a run: head gates where the method has them, stage 1 once, stage 2 per ratio."""
+"""Schedule of a run: head gates where the method has them, stage 1 once, stage 2 and V's gates per ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from leank_convert.methods import STAGES
 from leank_convert.recipe import Recipe
 from leank_convert.train.scaling import learning_rate_factor
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One stage of a run, for stage 2 with the ratio it is for."""
+    """One stage of a run, from stage 2 on with the ratio it is for."""
 
-    stage: int  # 1 or 2; 0 where gates of heads are learned
-    pruning_ratio: float | None  # what stage 2 prunes to; None before it
+    stage: int  # 1 or 2; 0 where gates of heads are learned, 3 where those of V's directions are
+    pruning_ratio: float | None  # what stage 2 prunes, or pruned, to; None before it
     start: int  # steps of the run before it
     steps: int  # steps of its own, one or more
     # Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so that a mask
@@ -26,7 +27,7 @@ class Phase:
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return "stage " + str(self.stage) if self.stage else "gates"
+        return STAGES[self.stage]
 
     @property
     def stop(self) -> int:
@@ -61,6 +62,12 @@ class Schedule:
             for ratio in recipe.pruning_ratios:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps
+        if recipe.trains and recipe.value_pruning_ratio:
+            first_draw, values = stop, recipe.values
+            for ratio in recipe.pruning_ratios:
+                rates = values.learning_rate, values.l1_weight
+                phases.append(Phase(3, ratio, stop, values.steps, first_draw, *rates))
+                stop += values.steps
         self.phases = tuple(phase for phase in phases if phase.steps)  # in the order they run
         self.num_steps = stop
         # How often masks are tried on validation contexts, where there are any.
@@ -76,8 +83,12 @@ class Schedule:
         return next(phase for phase in self.phases if step < phase.stop)
 
     def sample_indices(self, start: int, rank: int = 0, num_ranks: int = 1) -> Iterator[int]:
-        """Which samples one of several ranks takes from a step of the run on, in order."""
+        """Which samples one of several ranks takes from a step of the run on, in order.
+
+        As V is measured on tasks and on text by turns, its gates are learned on both.
+        """
         for step in range(start, self.num_steps):
             phase = self.phase(step)
             draw = phase.first_draw + step - phase.start
-            yield from range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks)
+            for index in range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks):
+                yield ~index if phase.stage == 3 and index % 2 else index

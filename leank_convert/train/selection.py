@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError
+from leank_convert.hub import hide_local_paths, model_name
+from leank_convert.mask import ChannelMask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
+from leank_convert.train.model import ModelFiles
+from leank_convert.train.value_basis import ValueBasis
 
 
 def select_channels(
@@ -105,6 +110,35 @@ def select_for(recipe: Recipe, scores: Tensor, pruning_ratio: float) -> Tensor:
         rounding=recipe.rounding,
         budget=recipe.resolved_budget,
     )
+
+
+def build_mask(
+    recipe: Recipe,
+    pruning_ratio: float,
+    files: ModelFiles,
+    channel_mask: Tensor,
+    *,
+    scaling_factors: Tensor | None = None,
+    key_mean: Tensor | None = None,
+    key_mean_tokens: int | None = None,
+    values: ValueBasis | None = None,
+    value_factors: Tensor | None = None,
+) -> ChannelMask:
+    """The mask of one of a recipe's ratios, with where it comes from."""
+    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
+    provenance = MaskProvenance.for_model(
+        model_name(files.name),
+        files.facts,
+        method=recipe.method,
+        **recipe.windows.model_dump(),
+        pruning_ratio_asked=pruning_ratio,
+        width_multiple=recipe.width_unit(files.facts.head_dim),
+        recipe=hide_local_paths(recipe.text, paths),
+        seed=recipe.seed,
+        key_mean_tokens=key_mean_tokens,
+    )
+    mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
+    return mask if values is None else values.prune(mask, recipe.value_pruning_ratio, value_factors)
 
 
 def _ranks(factors: Tensor) -> Tensor:

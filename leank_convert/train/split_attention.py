@@ -183,15 +183,17 @@ def split_attention(
     scaling_factors: Tensor | None = None,
     sees_middle: Tensor | None = None,
     sinks: Tensor | None = None,
-    projections: Tensor | None = None,
+    value_basis: Tensor | None = None,
+    value_factors: Tensor | None = None,
 ) -> Tensor:
     """Attention [1, N, H, D] of queries [1, H, N, D] over a layer's stored context and T tokens after it.
 
     Their keys and values are [1, H_kv, T, D]. The logit is `scaling * q·k` where `regions` say full, and
     `scaling * (q ⊙ scaling_factors)·k` elsewhere, with this layer's [H_kv, D]; heads that do not see the
     middle are False in `sees_middle` [H_kv]. Sinks' logits, [H] or [1, H, N] for every query, take their
-    share of the softmax. Where `regions` do not say full, v P is left of V, with projections P [H_kv, D, D];
-    no gradients are computed with them. Else they reach query, key, value, scaling factors and sinks.
+    share of the softmax. Where `regions` do not say full, V has each of its directions, the columns of
+    `value_basis` [H_kv, D, D], times a factor of `value_factors` [H_kv, D]. Gradients reach all but the
+    basis.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
@@ -199,11 +201,15 @@ def split_attention(
     if scaling_factors is not None:
         compute = torch.promote_types(query.dtype, torch.float32)
         scaled = folded.to(compute) * scaling_factors.to(query.device, compute)[:, None]
+    if value_basis is not None and value_factors is not None:
+        like = torch.promote_types(query.dtype, torch.float32)
+        value_basis, value_factors = (part.to(query.device, like) for part in (value_basis, value_factors))
     hidden = None if sees_middle is None else ~sees_middle.to(query.device)
     if sinks is not None:
         sinks = of_queries(sinks, num_queries).reshape(batch, key.shape[1], -1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-        folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks, projections
+        *(folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks),
+        *(value_basis, value_factors),
     )
     return output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
@@ -224,7 +230,8 @@ class _SplitAttention(torch.autograd.Function):
         scaling: float,
         hidden: Tensor | None,
         sinks: Tensor | None,
-        projections: Tensor | None,
+        basis: Tensor | None,
+        factors: Tensor | None,
     ) -> Tensor:
         stored = _seen(context, layer, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
@@ -240,34 +247,50 @@ class _SplitAttention(torch.autograd.Function):
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype))
         weights = scores.sub_(lse[..., None]).exp_()
-        output = weights @ rest.values
-        if projections is not None:
-            left = projections.to(output.device, output.dtype)
+        directions = None
+        if factors is None:
+            output = weights @ rest.values
+            if middle is not None:
+                output += middle * torch.exp(middle_lse - lse)[..., None]
+        else:
+            assert basis is not None
             full = rest.where_full(weights, 0.0)
-            output = full @ rest.values + weights.sub_(full) @ rest.values @ left
-            middle = None if middle is None else middle.to(output.dtype) @ left
-        if middle is not None:
-            output += middle * torch.exp(middle_lse - lse)[..., None]
-        ctx.save_for_backward(query, scaled, key, value, output, lse, hidden, sinks)
+            output, pruned = full @ rest.values, weights.sub_(full) @ rest.values
+            if middle is not None:
+                pruned += middle * torch.exp(middle_lse - lse)[..., None]
+            directions = pruned @ basis
+            output += (directions * factors[:, None]) @ basis.mT
+        ctx.save_for_backward(
+            query, scaled, key, value, output, lse, hidden, sinks, basis, factors, directions
+        )
         ctx.context, ctx.layer, ctx.regions, ctx.scaling = context, layer, regions, scaling
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradient = grad_outputs[0]
-        query, scaled, key, value, output, lse, hidden, sinks = ctx.saved_tensors
+        query, scaled, key, value, output, lse, hidden, sinks, basis, factors, directions = ctx.saved_tensors
         regions: Regions = ctx.regions
         scaling: float = ctx.scaling
         stored = _seen(ctx.context, ctx.layer, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
         weights = rest.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
         own = slice(rest.keys.shape[2] - key.shape[2], None)
-        to_value = weights[..., own].mT @ gradient
         mean = (gradient * output).sum(-1, keepdim=True)
+        to_weights, to_factors, to_pruned = gradient @ rest.values.mT, None, gradient
+        if factors is None:
+            to_value = weights[..., own].mT @ gradient
+        else:
+            to_directions = gradient @ basis
+            to_factors = (directions * to_directions).sum((0, 2))
+            to_pruned = (to_directions * factors[:, None]) @ basis.mT
+            full = rest.where_full(weights, 0.0)
+            to_value = full[..., own].mT @ gradient + (weights - full)[..., own].mT @ to_pruned
+            to_weights = rest.where_full(to_weights, to_pruned @ rest.values.mT)
         to_sinks = None
-        if ctx.needs_input_grad[-2]:
+        if ctx.needs_input_grad[-3]:
             to_sinks = (torch.exp(sinks - lse) * -mean[..., 0]).to(sinks.dtype)  # its value is zero
-        to_scores = weights.mul_((gradient @ rest.values.mT).sub_(mean)).mul_(scaling)
+        to_scores = weights.mul_(to_weights.sub_(mean)).mul_(scaling)
         to_scaled = None
         if scaled is None:
             to_query = to_scores @ rest.keys
@@ -282,7 +305,13 @@ class _SplitAttention(torch.autograd.Function):
                 # The kernels then find weights of zero, not those of keys that these heads never saw.
                 lse = lse.masked_fill(hidden[:, None], float("inf"))
             fitting = (query if scaled is None else scaled).to(key.dtype)
-            share = query_gradient(gradient, fitting, *_middle(stored, regions), output, lse, scaling=scaling)
+            keys, values = _middle(stored, regions)
+            share = query_gradient(to_pruned, fitting, keys, values, output, lse, scaling=scaling)
+            if factors is not None:
+                # Kernels took the mean of what reaches pruned V; that of the whole output is another.
+                other = (to_pruned * output).sum(-1, keepdim=True) - mean
+                mixed, mixed_lse = attend(fitting, keys, keys, scaling=scaling)
+                share = share + mixed * (other * scaling * torch.exp(mixed_lse - lse)[..., None])
             if to_scaled is None:
                 to_query += share
             else:
@@ -295,6 +324,7 @@ class _SplitAttention(torch.autograd.Function):
             *(None,) * 5,
             to_sinks,
             None,
+            to_factors,
         )
 
 

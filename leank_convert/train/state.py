@@ -102,7 +102,8 @@ class TrainingState:
     """Where a run stands between two steps."""
 
     fingerprint: dict[str, str]  # what the run depends on, as flat keys and values
-    scaling_factors: Tensor  # float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1]
+    # Float32 [L, H_kv, D]; while gates are learned, those of heads [L, H_kv, 1] or of V's directions.
+    scaling_factors: Tensor
     step: int = 0  # steps done, over all phases
     # Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -116,8 +117,9 @@ class TrainingState:
     best: tuple[float, Tensor] | None = None
     key_mean: Tensor | None = None  # the mean of keys, float16 [L, H_kv, D]; None for keys as they are
     key_mean_tokens: int | None = None  # how many tokens it was measured on
-    # The fields of the basis of V, once it is measured at the end of a run that prunes V.
-    values: dict[str, Any] | None = None
+    values: dict[str, Any] | None = None  # the fields of the basis of V; None where V is not pruned
+    # What gates of V's directions ended with, for each ratio that is done.
+    finished_values: list[Tensor] = field(default_factory=list)
 
 
 def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) -> dict[str, str]:

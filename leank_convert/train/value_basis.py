@@ -31,6 +31,7 @@ from leank_convert.windows import Windows
 # Of tasks and of text by turns: a basis of other kinds than are read costs several times as much.
 NUM_CONTEXTS = 8
 _NUM_QUERIES = 512
+_TIE = 1e-6  # what a direction's energy counts beside its factor
 _QUERIES_AT_ONCE = 128  # their weights are the largest thing there is
 
 
@@ -45,30 +46,39 @@ class ValueBasis:
     num_tokens: int  # how many tokens were measured
     weights: str  # what `digest_values` says of the model
 
-    def prune(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
-        """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens."""
+    def prune(self, mask: ChannelMask, pruning_ratio: float, factors: Tensor | None = None) -> ChannelMask:
+        """A mask with provenance that prunes V, too, a fraction of all channels of V of pruned tokens.
+
+        Directions are ranked by their part of their layer's energy, or by learned factors [L, H_kv, D].
+        """
         assert mask.provenance is not None
-        widths = choose_value_widths(self.energies, mask.channel_mask.any(-1), pruning_ratio)
+        layers = self.energies.sum((1, 2)).clamp(min=torch.finfo(self.energies.dtype).tiny)
+        scores, directions = self.energies / layers[:, None, None], self.directions
+        if factors is not None:  # many end alike
+            scores = factors.double() + _TIE * scores
+            order = scores.argsort(dim=-1, descending=True, stable=True)
+            scores = scores.gather(-1, order)
+            directions = directions.gather(-1, order[..., None, :].expand_as(directions))
+        widths = choose_value_widths(scores, mask.channel_mask.any(-1), pruning_ratio)
         known = {"value_pruning_ratio_asked": pruning_ratio, "value_tokens": self.num_tokens}
-        pruned = replace(mask, value_basis=self.directions, value_widths=widths)
+        pruned = replace(mask, value_basis=directions, value_widths=widths)
         return pruned.noting(**known, value_weights=self.weights)
 
 
-def choose_value_widths(energies: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
+def choose_value_widths(scores: Tensor, sees_pruned: Tensor, pruning_ratio: float) -> Tensor:
     """Choose how many directions of V every head keeps, int32 [L, H_kv], by rank over the whole model.
 
-    Runs of `choose_value_multiple` directions are ranked by their part of their layer's energy [L, H_kv, D],
-    the largest first, and the best are kept until a further one would lower the removed fraction below the
-    asked one. Heads that keep no channels of K, False in `sees_pruned` [L, H_kv], keep no V.
+    Runs of `choose_value_multiple` directions are ranked by the sum of their scores [L, H_kv, D], which fall
+    within a head, and the best are kept until a further one would lower the removed fraction below the asked
+    one. Heads that keep no channels of K, False in `sees_pruned` [L, H_kv], keep no V.
     """
-    multiple = choose_value_multiple(energies.shape[-1])
-    shares = energies.view(*energies.shape[:2], -1, multiple).sum(-1)
-    shares = shares / energies.sum((1, 2)).clamp(min=torch.finfo(energies.dtype).tiny)[:, None, None]
-    ranked = shares.masked_fill(~sees_pruned[..., None], -1.0).flatten()
+    multiple = choose_value_multiple(scores.shape[-1])
+    runs = scores.view(*scores.shape[:2], -1, multiple).sum(-1)
+    ranked = runs.masked_fill(~sees_pruned[..., None], -1.0).flatten()
     # str: 0.7 means seven tenths, not the double just below them.
-    kept = math.floor((1 - Fraction(str(pruning_ratio))) * energies.numel() / multiple)
+    kept = math.floor((1 - Fraction(str(pruning_ratio))) * scores.numel() / multiple)
     best = torch.sort(ranked, descending=True, stable=True).indices[:kept]
-    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, best, True).view_as(shares)
+    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, best, True).view_as(runs)
     widths: Tensor = (chosen & sees_pruned[..., None]).sum(-1) * multiple
     return widths.int()
 

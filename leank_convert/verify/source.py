@@ -138,7 +138,8 @@ def _compare_headers(
         basis, known = mask.value_basis, mask.provenance
         if known is not None:
             origins = {"mask_origin": str(path), "model_origin": str(original.folder)}
-            check_values_belong(known, original, facts, **origins)
+            # Where no weights are named, the tensors will tell whether these are the source.
+            check_values_belong(known, original, facts, name=known.model, **origins)
         if is_folded_into(original, facts) == (VALUE_BASIS_KEY in leank):
             is_there, folds = ("there", "folds") if VALUE_BASIS_KEY in leank else ("missing", "cannot fold")
             raise LeanKError(

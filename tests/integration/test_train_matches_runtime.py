@@ -10,7 +10,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES
 from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME, Student
-from leank_convert.train.held_out import project
+from leank_convert.train.held_out import values_left
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import StoredContext
@@ -81,10 +81,9 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     # As large as keys are; it need not be theirs.
     generator = torch.Generator().manual_seed(5)
     key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if kind == "centred keys" else None
-    wanted, left = ChannelMask(mask, key_mean=key_mean), None
+    wanted = ChannelMask(mask, key_mean=key_mean)
     if kind == "V pruned":
         wanted = prune_values(wanted, tmp_path / "model")
-        left = project(wanted).double()
     windows = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": 1}
     export_checkpoint(tmp_path / "model", wanted, tmp_path / "out", **windows)
     generator = torch.Generator().manual_seed(2)
@@ -103,7 +102,8 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
         room = StoredContext(num_context, key_mean=None if key_mean is None else key_mean.float())
         context = run_context_pass(trained, prefix, room)
         teacher = run_question_pass(trained, context, packed)
-        pruned = Student(Windows(sink_size, recent_size), mask.double(), mask.any(-1), projections=left)
+        left = values_left(wanted, torch.device("cpu"))
+        pruned = Student(Windows(sink_size, recent_size), mask.double(), mask.any(-1), **left)
         student = run_answer_pass(trained, context, packed, pruned)
 
         model_class = getattr(modeling_leank, f"LeanK{ARCHITECTURES[family].base_class}")

@@ -81,7 +81,6 @@ def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
         ({"value_basis": basis * 1.001}, "`value_basis[0][0]` is not orthonormal: its columns' products are"),
         ({"value_widths": widths.long()}, "`value_widths` is int64 [3, 4], not int32 [3, 4]"),
         ({"value_widths": widths[:, :2].contiguous()}, "`value_widths` is int32 [3, 2], not int32 [3, 4]"),
-        ({"metadata": {"value_weights": None}}, "and no `value_weights` in its provenance"),
         ({"metadata": {"value_weights": "x"}}, "header metadata `value_weights` is 'x'"),
         ({"value_basis": None, "value_widths": None}, "and its header metadata says by `value_weights` that"),
     ]
@@ -95,7 +94,7 @@ def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
         with pytest.raises(LeanKError, match=re.escape(message)) as caught:
             load_mask(path)
         assert caught.value.exit_code == 2 and str(path) in str(caught.value)
-    with pytest.raises(LeanKError, match="a basis of V holds for some weights alone"):
+    with pytest.raises(LeanKError, match="a basis of V is of one model"):
         save_mask(replace(mask, provenance=None), path)
 
 

@@ -106,10 +106,10 @@ def coded_pair(
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
     """
 
-    def code(codec: str, widths: Any = WIDTHS, *family: Any, **config: Any) -> ModelPair:
+    def code(codec: str, widths: Any = WIDTHS, *family: Any, head_dim: int = 16, **config: Any) -> ModelPair:
         kv_dtype, _, constants = codec.partition(" ")
-        is_wide = kv_dtype == "int4" and not family
-        widths, head_dim = (INT4_WIDTHS, 80) if is_wide else (widths, 16)
+        if kv_dtype == "int4" and not family:
+            widths, head_dim = INT4_WIDTHS, 80
         masks = some_masks(widths, head_dim)
         pair = model_pair(masks, *family, **config)
         if "values" in constants:

@@ -106,6 +106,19 @@ def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair, assert_close):
+    model = coded_pair("auto values rotated", MASK_WIDTHS, head_dim=64).leank.to("cuda", torch.float16)
+    turns = [50, *[1] * 30, 5, *[1] * 10]
+    cache = model.build_cache(kv_dtype=kv_dtype)
+    ours = decode(model, cache, turns)
+    assert cache.graph.why_eager is None and cache.graph.num_replays >= 36
+    assert_close(model, ours, decode(model, model.build_cache(kv_dtype=kv_dtype, use_graphs=False), turns))
+    if kv_dtype == "auto":  # others round what nearly agrees apart
+        plain = copy.deepcopy(model).float()
+        assert_close(model, ours, decode(plain, plain.build_cache(use_graphs=False), turns))
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_familys_steps_are_replayed(architecture, model_pair, some_masks, assert_close):
     """Mixtures of experts by their grouped product: other ways to run them ask the device for lengths."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bin.reproduction.variants import PrunedValues, RoundedPrompt, fold_values
+from bin.reproduction.variants import PrunedValues, RoundedPrompt
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.prefill import decode_token, run_prefill
 from leank_convert.evaluate.variants import Masked
@@ -58,7 +58,7 @@ def test_a_prompts_keys_or_values_alone_are_rounded_around_their_mean(prefill, k
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])
-def test_a_folded_model_and_pruned_values_answer_as_a_checkpoint_does(retriever_folder, tmp_path, kv_dtype):
+def test_values_pruned_in_memory_answer_as_a_checkpoint_does(retriever_folder, tmp_path, kv_dtype):
     folder = retriever_folder
     layers, heads, head_dim = facts_of(folder).mask_shape
     widths = torch.randint(0, head_dim + 1, (layers, heads), generator=torch.Generator().manual_seed(5))
@@ -81,12 +81,12 @@ def test_a_folded_model_and_pruned_values_answer_as_a_checkpoint_does(retriever_
     expected = answer(checkpoint, Masked("checkpoint", kv_dtype=kv_dtype))
     in_memory = load_evaluated(folder, device, mask=tmp_path / "mask.safetensors")
     in_memory = replace(in_memory, windows=checkpoint.windows)
-    fold_values(in_memory, mask.value_basis)
     variant = PrunedValues(
         "values",
         own.channel_mask,
         kv_dtype=kv_dtype,
         windows=checkpoint.windows,
         value_widths=mask.value_widths,
+        value_basis=mask.value_basis,
     )
     torch.testing.assert_close(answer(in_memory, variant), expected, rtol=0, atol=1e-4)

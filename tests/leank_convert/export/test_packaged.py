@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import leank_convert.masks
 from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert.convert import export_model
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, load_mask, save_mask
-from leank_convert.masks import list_masks, percent
+from leank_convert.masks import find_by_model, find_by_name, list_masks, percent, value_percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
-from tests.checks import provenance_of, run
+from tests.checks import provenance_of, prune_values, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -96,7 +97,15 @@ def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_fr
         mask = load_mask(path)
         known = mask.provenance
         assert known is not None
-        assert path.stem == f"{known.model.rpartition('/')[2].lower()}-{percent(path)}"
+        values = value_percent(path)
+        of_values = "" if values is None else f"-v{values}"
+        assert path.stem == f"{known.model.rpartition('/')[2].lower()}-{percent(path)}{of_values}"
+        assert (mask.value_widths is None) == (values is None)
+        if values is not None:
+            assert known.value_pruning_ratio_asked == float(values) / 100 and known.value_weights is None
+            assert abs(mask.value_pruning_ratio - float(values) / 100) < 0.01
+            beside = load_mask(path.with_stem(path.stem.removesuffix(of_values)))
+            assert torch.equal(mask.channel_mask, beside.channel_mask)  # K as in the mask of K alone
         assert abs(mask.pruning_ratio - float(percent(path)) / 100) < 0.03
         if known.recipe is None:
             assert known.source is not None and "Copyright (c) Microsoft Corporation" in known.source
@@ -170,6 +179,26 @@ def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(tiny,
     card = (out / "README.md").read_text()
     assert "The mask was made for owner/Tiny, and is not evaluated on this model." in card
     assert flush_size(export_checkpoint(tiny, "tiny-80", tmp_path / "other")) == 80
+
+
+def test_a_packaged_mask_that_prunes_v_is_for_every_copy_of_its_model_where_v_is_asked_for(
+    tiny, packaged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("leank_convert.convert.measure_cache", lambda *_, **__: pytest.fail("measured"))
+    mask = prune_values(load_mask(packaged / "tiny-50.safetensors"), tiny).noting(value_weights=None)
+    save_mask(mask, packaged / "tiny-50-v50.safetensors")
+    options = {"pruning_ratio": 0.5, "key_mean": False, "recipe": "quickstart"}
+    of_keys = export_model(tiny, None, tmp_path / "keys", **options)
+    assert load_mask(of_keys / "channel_mask.safetensors").value_widths is None
+    out = export_model(tiny, None, tmp_path / "both", value_pruning_ratio=0.5, **options)
+    assert load_mask(out / "channel_mask.safetensors").stores_alike(mask)
+    assert verify_checkpoint(out, source=tiny).ok
+    assert find_by_name("tiny", 0.5).stem == "tiny-50" and find_by_name("tiny-50-v50").stem == "tiny-50-v50"
+    assert find_by_model("owner/Tiny", 0.8, 0.5) is None  # then it is measured beside the mask of K alone
+    change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
+    other = tmp_path / "other"
+    stderr = refused(run("export", tiny, "--mask", "tiny-50-v50", "-o", other), other)
+    assert "mask `tiny-50-v50` has a basis of V for other weights" in stderr
 
 
 def test_a_packaged_mask_comes_last(tiny, tmp_path):

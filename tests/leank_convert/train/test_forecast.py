@@ -50,9 +50,11 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     values = forecast_llama("pruning_ratio=[0.5, 0.7]", "value_pruning_ratio=0.5", seconds_per_context=8.0)
     text = " ".join(values.render().split())
     assert "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB, about 60.0% saved" in text
+    assert "32,768 scaling factors, 32,768 gates of V; the weights" in text
+    assert "200 of stage 2 at 70%, 240 of values at 50%, 240 of values at 70%" in text
     exact = " ".join(forecast_llama("rounding=budget", seconds_per_context=8.0).render().split())
     assert ", at least " in exact
-    assert "then about 1 min to measure the basis of V" in text
+    assert "before that about 1 min to measure the basis of V" in text
     assert values.to_dict()["bytes_per_token"]["0.5"]["value_pruned"] == 32768
     for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
         assert told in forecast_llama(seconds_per_context=pace).render()
@@ -85,7 +87,8 @@ def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_pat
     command += ["--value-pruning-ratio", "0.5"]
     document = json.loads(done(*command))
     assert document["memory"]["context"] == 2 * 2 * 2 * 16 * 4 * 400
-    assert document["seconds"] == 400 * document["seconds_per_context"] > 0 < document["value_seconds"]
+    assert document["steps"] == 400 + 240  # those of V
+    assert document["seconds"] == 640 * document["seconds_per_context"] > 0 < document["value_seconds"]
     assert 330 < document["tokens_per_step"] < 500  # the mean length, and two more questions
     monkeypatch.setenv("RANK", "1")  # one of several processes prints the plan
     monkeypatch.setenv("WORLD_SIZE", "2")

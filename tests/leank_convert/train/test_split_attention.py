@@ -12,9 +12,16 @@ from leank_convert.train.split_attention import StoredContext, plan_regions, spl
 from leank_convert.windows import Windows
 
 
-def naive_attention(query, key, value, factors, sees_middle, windows, scaling):
-    """One question: keys are scaled, not queries, and repeated to all heads; tensors are [.., N, S] whole."""
+def naive_attention(query, key, value, factors, of_values, sees_middle, windows, scaling):
+    """One question: K and V are scaled, not queries, and repeated to all heads; tensors are [.., N, S] whole.
+
+    Of values there are a basis and factors of its directions, or nothing.
+    """
     groups = query.shape[1] // key.shape[1]
+    left = value
+    if of_values:
+        basis, gates = (part.to(value.dtype) for part in of_values)
+        left = ((value @ basis * gates[:, None]) @ basis.mT).repeat_interleave(groups, dim=1)
     num_queries, num_tokens = query.shape[2], key.shape[2]
     p = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
     j = torch.arange(num_tokens)[None]
@@ -27,7 +34,9 @@ def naive_attention(query, key, value, factors, sees_middle, windows, scaling):
             middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
         full = (j < windows.sink_size) | (j >= p - windows.recent_size)
         logits = torch.where(full, logits, middle)
-    return (logits.masked_fill(j > p, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    weights = logits.masked_fill(j > p, float("-inf")).softmax(-1)
+    output = weights @ value if not of_values else (weights * full) @ value + (weights * ~full) @ left
+    return output.transpose(1, 2)
 
 
 class Case:
@@ -43,6 +52,9 @@ class Case:
         num_answers = sum(answered for _, answered in questions)
         self.query = self.normal(kv_heads * groups, num_answers)
         self.factors = torch.rand(kv_heads, head_dim, dtype=dtype, generator=self.generator)
+        directions = torch.randn(kv_heads, head_dim, head_dim, dtype=dtype, generator=self.generator)
+        gates = torch.rand(kv_heads, head_dim, dtype=dtype, generator=self.generator)
+        self.of_values = torch.linalg.qr(directions).Q, gates.masked_fill_(gates < 0.3, 0)
         asked = (
             Question(torch.zeros(before + after, dtype=torch.long), before) for before, after in questions
         )
@@ -58,27 +70,26 @@ class Case:
         return self.query, self.key, self.value, self.factors
 
     def split(self, windows, sees=None, scaling=0.3, tensors=None, offload=False):
-        query, key, value, factors = tensors or self.tensors()
+        query, key, value, factors, *of_values = tensors or self.tensors()
         p = self.num_context
         context = StoredContext(p, offload)
         context.store(0, key[:, :, :p], value[:, :, :p])
         regions = plan_regions(self.packed, query.shape[2], windows, query.device)
         return split_attention(
             query, key[:, :, p:], value[:, :, p:], context, 0, regions, scaling,
-            None if windows is None else factors, sees,
+            None if windows is None else factors, sees, None, *of_values,
         )  # fmt: skip
 
     def naive(self, windows, sees=None, scaling=0.3, tensors=None):
         """Each question by itself behind the context."""
-        query, key, value, factors = tensors or self.tensors()
+        query, key, value, factors, *of_values = tensors or self.tensors()
         outputs, row = [], 0
         for owner, (_, answered) in enumerate(self.questions):
             own = self.num_context + (self.owners == owner).nonzero()[:, 0].to(key.device)
             places = torch.cat([torch.arange(self.num_context, device=key.device), own])
             rows = query[:, :, row : row + answered]
-            outputs.append(
-                naive_attention(rows, key[:, :, places], value[:, :, places], factors, sees, windows, scaling)
-            )
+            states = rows, key[:, :, places], value[:, :, places], factors
+            outputs.append(naive_attention(*states, of_values, sees, windows, scaling))
             row += answered
         return torch.cat(outputs, dim=1)
 
@@ -107,8 +118,29 @@ def test_equals_naive_attention_whatever_the_regions(num_context, questions):
         case = Case(num_context, questions, groups=groups, kv_heads=kv_heads)
         torch.testing.assert_close(case.split(None), case.naive(None), rtol=1e-12, atol=1e-12)
         for windows, sees in itertools.product(WINDOWS, (None, torch.arange(kv_heads) % 2 == 1)):
-            found, expected = case.split(windows, sees), case.naive(windows, sees)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            for of_values in ((), case.of_values):
+                tensors = *case.tensors(), *of_values
+                found = case.split(windows, sees, tensors=tensors)
+                expected = case.naive(windows, sees, tensors=tensors)
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("num_context", "questions"), PACKS)
+def test_gradients_of_v_in_its_directions_are_those_of_naive_attention(num_context, questions):
+    """Keys and values of the context have none: it is dense, and stored."""
+    case = Case(num_context, questions)
+    is_own = torch.arange(case.key.shape[2]) >= num_context
+    for windows, sees in itertools.product(WINDOWS, (None, torch.tensor([False, True]))):
+        found = []
+        for function in (case.split, case.naive):
+            tensors = [t.clone().requires_grad_() for t in (*case.tensors(), *case.of_values)]
+            output = function(windows, sees, tensors=tensors)
+            (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
+            query, key, value, factors, _, gates = (tensor.grad for tensor in tensors)
+            own = [part * is_own[:, None] for part in (key, value)]
+            found.append([query, *own, factors, gates])
+        for ours, naive in zip(*found, strict=True):
+            torch.testing.assert_close(ours, naive, rtol=1e-10, atol=1e-10)
 
 
 def test_low_precision_inputs_are_attended_in_float32():
@@ -135,6 +167,7 @@ def test_no_tensor_has_a_score_for_every_key(monkeypatch):
     for num_context in (400, 4000):
         case = Case(num_context, [(2, 3)])
         tensors = [t.requires_grad_(i != 1 and i != 2) for i, t in enumerate(case.tensors())]
+        tensors += [case.of_values[0], case.of_values[1].requires_grad_()]
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             case.split(Windows(4, 16), tensors=tensors)
@@ -148,9 +181,9 @@ HEADS = [(2, 1), (2, 4)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", None])
 @pytest.mark.parametrize(("kv_heads", "groups"), HEADS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "prunes_values"), [(64, False), (128, False), (128, True)])
 def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
-    kernel, kv_heads, groups, head_dim, monkeypatch
+    kernel, kv_heads, groups, head_dim, prunes_values, monkeypatch
 ):
     """Output and gradients in bfloat16 against float64, held to a naive attention's own bfloat16 error."""
     case = Case(3000, [(7, 20), (11, 40)], kv_heads=kv_heads, groups=groups, head_dim=head_dim)
@@ -165,12 +198,15 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
     weights = torch.randn(1, 60, kv_heads * groups, head_dim, dtype=torch.float64).cuda()
 
     def run(function, dtype):
-        query, key, value, factors = (t.cuda() for t in case.tensors())
-        query = query.to(dtype).requires_grad_()
-        factors = factors.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        output = function(windows, sees, scaling, (query, key.to(dtype), value.to(dtype), factors))
+        query, key, value, *learned, basis = (t.cuda() for t in (*case.tensors(), *case.of_values[::-1]))
+        query, single = query.to(dtype).requires_grad_(), torch.promote_types(dtype, torch.float32)
+        factors, gates = (part.to(single).requires_grad_() for part in learned)
+        of_values = (basis.to(single), gates) if prunes_values else ()
+        states = query, key.to(dtype), value.to(dtype), factors
+        output = function(windows, sees, scaling, (*states, *of_values))
         (output.double() * weights).sum().backward()
-        return output.double(), query.grad.double(), factors.grad.double()
+        gradients = [part.grad.double() for part in (query, factors, gates) if part.grad is not None]
+        return output.double(), *gradients
 
     def naive(windows, sees, scaling, tensors):
         with torch.device("cuda"):

@@ -6,15 +6,17 @@ from transformers import DynamicCache
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
-from leank_convert.mask import load_mask
+from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.methods.statistics import attention_of
-from leank_convert.train import value_basis
+from leank_convert.train import graphs, value_basis
 from leank_convert.train.attention import Student
 from leank_convert.train.held_out import compare_answers
 from leank_convert.train.key_mean import measure_keys
+from leank_convert.train.log import LOG_NAME, read_log
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.state import TrainingDirectory, load_state
-from leank_convert.train.value_basis import choose_value_widths, measure_values
+from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
 
 WINDOWS = Windows(4, 16)
@@ -99,6 +101,7 @@ def test_directions_are_chosen_by_rank_over_the_model(load):
         dtype=torch.float64,
     )
     sees = torch.tensor([[True, True], [True, False]])
+    shares = energies / energies.sum((1, 2))[:, None, None]
     for ratio, widths in (
         (0.0, [[4, 4], [4, 0]]),
         (0.25, [[4, 4], [4, 0]]),  # what heads without K remove already
@@ -106,7 +109,7 @@ def test_directions_are_chosen_by_rank_over_the_model(load):
         (0.69, [[2, 1], [1, 0]]),
         (0.9, [[0, 0], [1, 0]]),
     ):
-        assert choose_value_widths(energies, sees, ratio).tolist() == widths
+        assert choose_value_widths(shares, sees, ratio).tolist() == widths
     nothing = choose_value_widths(torch.zeros(1, 2, 64, dtype=torch.float64), torch.ones(1, 2).bool(), 0.5)
     assert nothing.tolist() == [[64, 0]]
 
@@ -128,10 +131,48 @@ def test_v_of_a_model_with_gates_is_measured_too(speaking_folder, short_recipe, 
     assert mask.value_basis is not None and 0.3 < mask.value_pruning_ratio <= 0.6
 
 
-def test_a_run_ends_with_it_and_the_same_one_after_a_kill(
+def test_directions_may_be_chosen_by_what_was_learned_of_them(load):
+    """Energies tell those of one factor apart; the basis has a head's best directions first."""
+    loaded, samples = load(value_pruning_ratio=0.5)
+    found, head_dim = measure_values(loaded, samples, WINDOWS), loaded.facts.head_dim
+    factors = torch.zeros(loaded.facts.mask_shape)
+    factors[..., 1::2] = 1.0  # every second, and of one head all
+    factors[0, 0] = 0.9
+    facts, every = loaded.facts, torch.ones(loaded.facts.mask_shape, dtype=torch.bool)
+    known = MaskProvenance.for_model("a/b", facts, method="leank", **Windows().sizes)
+    pruned = found.prune(ChannelMask(every, provenance=known), 0.5, factors)
+    order = [*range(1, head_dim, 2), *range(0, head_dim, 2)]
+    basis = found.directions[..., order]
+    basis[0, 0] = found.directions[0, 0]
+    assert torch.equal(pruned.value_basis, basis)
+    widths = torch.full(factors.shape[:2], head_dim // 2)
+    assert torch.equal(pruned.value_widths[1:], widths[1:].int())
+
+
+def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
     train_one, short_recipe, load, tmp_path, fail_at, caplog
 ):
-    recipe = short_recipe(value_pruning_ratio=0.5)
+    steps = short_recipe().stage1.steps + short_recipe().stage2.steps
+    recipe = short_recipe(value_pruning_ratio=0.5, values={"steps": 4, "l1_weight": 1.0}, save_every=3)
+    whole = train_one(recipe, tmp_path / "whole")
+    records = read_log(TrainingDirectory(tmp_path / "whole").folder / LOG_NAME)
+    assert [record.stage for record in records[steps:]] == [3] * 4
+    assert records[-1].mean_factor < records[steps].mean_factor == 1
+    state = load_state(TrainingDirectory(tmp_path / "whole").state)
+    (factors,), (channels,) = state.finished_values, state.finished
+    assert torch.equal(whole.scaling_factors, channels) and float(factors.std()) > 0
+    expected = ValueBasis(**state.values).prune(whole, 0.5, factors)
+    assert whole.stores_alike(expected)
+    with fail_at(graphs, "distil", steps + 2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        train_one(recipe, tmp_path / "killed")
+    resumed = train_one(recipe, tmp_path / "killed", resume=True)
+    assert resumed.stores_alike(whole)
+
+
+def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(
+    train_one, short_recipe, load, tmp_path, fail_at, caplog
+):
+    recipe = short_recipe(value_pruning_ratio=0.5, values={"steps": 0})
     whole = train_one(recipe, tmp_path / "whole")
     expected = measure_values(*load(), WINDOWS)
     saved = load_mask(TrainingDirectory(tmp_path / "whole").mask)
@@ -141,17 +182,9 @@ def test_a_run_ends_with_it_and_the_same_one_after_a_kill(
     )
     assert known.value_pruning_ratio_asked == 0.5 and known.value_weights == expected.weights
     assert known.value_tokens == expected.num_tokens and saved.value_pruning_ratio >= 0.5
-    assert torch.equal(
-        saved.value_widths, choose_value_widths(expected.energies, saved.channel_mask.any(-1), 0.5)
-    )
-    with fail_at(value_basis, "_add_moments", 3, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        train_one(recipe, tmp_path / "killed")
-    resumed = train_one(recipe, tmp_path / "killed", resume=True)
-    assert resumed.stores_alike(whole)
-    state = load_state(TrainingDirectory(tmp_path / "killed").state)
-    assert torch.equal(state.values["directions"], whole.value_basis)
+    assert saved.stores_alike(expected.prune(saved, 0.5))
     with fail_at(value_basis, "_add_moments", 1, AssertionError):  # it is not measured twice
-        assert train_one(recipe, tmp_path / "killed", resume=True).stores_alike(whole)
+        assert train_one(recipe, tmp_path / "whole", resume=True).stores_alike(whole)
 
 
 def test_held_out_answers_lose_what_the_cache_loses(load):
@@ -161,13 +194,13 @@ def test_held_out_answers_lose_what_the_cache_loses(load):
     layers, heads, head_dim = loaded.facts.mask_shape
     every = torch.ones(layers, heads, head_dim)
 
-    def lost(projections):
-        student = Student(WINDOWS, every, every.any(-1), projections=projections)
+    def lost(factors):
+        of_values = {"value_basis": found.directions, "value_factors": factors}
+        student = Student(WINDOWS, every, every.any(-1), **of_values)
         return compare_answers(loaded.model, sample, [student]).distillation[0]
 
-    whole = found.directions @ found.directions.mT
-    half = found.directions[..., :8] @ found.directions[..., :8].mT
-    assert lost(whole) < 1e-9 < 1e-3 * lost(half) < 1e-3 * lost(torch.zeros_like(whole))
+    half = torch.where(torch.arange(head_dim) < 8, every, 0.0)
+    assert lost(every) < 1e-9 < 1e-3 * lost(half) < 1e-3 * lost(torch.zeros_like(every))
 
 
 def test_scales_are_of_values_as_they_are_stored(load):
