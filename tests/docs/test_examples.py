@@ -69,6 +69,7 @@ def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, checkpoin
     assert "CacheMemory" in printed
 
 
+@pytest.mark.usefixtures("without_report")
 def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     (tmp_path / "notes.txt").write_text("One sentence of mine. Another one follows. " * 40)
     small = tmp_path / "trained.yaml"
@@ -77,6 +78,7 @@ def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     assert (tmp_path / "mine" / "config.json").is_file()
 
 
+@pytest.mark.usefixtures("without_report")
 def test_compare_methods_prints_a_line_per_method(run, recipe):
     methods = ("static-norm", "random")
     printed = run("compare_methods.py", "--methods", *methods, "--recipe", recipe, "--num-samples", 4)
@@ -92,6 +94,7 @@ def test_serve_answers_through_the_openai_client(run, checkpoint):
     assert sample.answer in run("serve.py", checkpoint, "--port", port)
 
 
+@pytest.mark.usefixtures("without_report")
 def test_the_notebook_runs_from_top_to_bottom_and_is_stored_without_results(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
