@@ -94,6 +94,8 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert exported.returncode == 0, exported.stderr
+    taken = "note: mask `testbed-70` of the package, made by leank-convert (leank) for testbed; "
+    assert exported.stderr.startswith(taken)
     assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES) - set(PARTS)
     refused = subprocess.run(
         [*command, "evaluate", "out", "--also", "kivi"],
