@@ -114,20 +114,24 @@ def retriever_mask() -> ChannelMask:
 
 
 @pytest.fixture(scope="session")
-def retriever_centred(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
-    """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
-    from leank_convert.export import export_checkpoint
-    from leank_convert.onnx import export_onnx
-
+def retriever_mean(retriever_folder: Path, retriever_mask: ChannelMask) -> ChannelMask:
+    """The same channels, of keys less a large mean, with windows of 3, 6 and 4 tokens."""
     channels = retriever_mask.channel_mask
     mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
     known = provenance_of(retriever_folder, sink_size=3, recent_size=6)
-    mask = ChannelMask(channels, provenance=known, key_mean=mean.half())
+    return ChannelMask(channels, provenance=known, key_mean=mean.half())
+
+
+@pytest.fixture(scope="session")
+def retriever_centred(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mean: ChannelMask
+) -> Path:
+    """A checkpoint of it whose keys are cached less their mean in `checkpoint`, and its graph in `onnx`."""
+    from leank_convert.export import export_checkpoint
+    from leank_convert.onnx import export_onnx
 
     def make(out: Path) -> None:
-        export_checkpoint(retriever_folder, mask, out / "checkpoint")
+        export_checkpoint(retriever_folder, retriever_mean, out / "checkpoint")
         export_onnx(out / "checkpoint", None, out / "onnx")
 
     return once_per_run("retriever_centred", make)
@@ -142,6 +146,12 @@ def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
     mask = ChannelMask(random_mask(widths, 64))
     sizes = {"sink_size": 8, "recent_size": 242, "flush_size": 2}
     return once_per_run("shipped_checkpoint", lambda out: export_checkpoint(MODEL_DIR, mask, out, **sizes))
+
+
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are written without their report, which takes longer to draw than a toy to train."""
+    monkeypatch.setattr("leank_convert.train.loop.write_report", lambda *_: None)
 
 
 @pytest.fixture

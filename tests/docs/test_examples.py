@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert import export_checkpoint, train_mask
+from leank_convert.mask import ChannelMask
 from leank_convert.testbed.tasks import build_sample
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -69,6 +71,7 @@ def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, checkpoin
     assert "CacheMemory" in printed
 
 
+@pytest.mark.usefixtures("without_report")
 def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     (tmp_path / "notes.txt").write_text("One sentence of mine. Another one follows. " * 40)
     small = tmp_path / "trained.yaml"
@@ -77,6 +80,7 @@ def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     assert (tmp_path / "mine" / "config.json").is_file()
 
 
+@pytest.mark.usefixtures("without_report")
 def test_compare_methods_prints_a_line_per_method(run, recipe):
     methods = ("static-norm", "random")
     printed = run("compare_methods.py", "--methods", *methods, "--recipe", recipe, "--num-samples", 4)
@@ -84,14 +88,27 @@ def test_compare_methods_prints_a_line_per_method(run, recipe):
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"transformers serve needs {', '.join(MISSING)}")
-def test_serve_answers_through_the_openai_client(run, checkpoint):
+def test_serve_answers_with_the_models_tokens_through_the_openai_client(run, tmp_path):
+    """Of a checkpoint whose answer is wrong, as nothing but the pruned cache makes it."""
+    mask = ChannelMask(torch.zeros(4, 4, 64, dtype=torch.bool))
+    folder = export_checkpoint("testbed", mask, tmp_path / "blind", sink_size=4, recent_size=16, flush_size=4)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    told = run("serve.py", folder, "--port", port)
     sample = build_sample("retrieval", random.Random(0), 512)
-    assert sample.answer in run("serve.py", checkpoint, "--port", port)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    chat = [{"role": "user", "content": sample.prompt}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=True)
+    tokens = model.generate(**prompt, do_sample=False, max_new_tokens=64)[0, prompt["input_ids"].shape[1] :]
+    answer = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert answer in told and sample.answer not in answer and len(answer.split()) > 1
 
 
+@pytest.mark.usefixtures("without_report")
 def test_the_notebook_runs_from_top_to_bottom_and_is_stored_without_results(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]

@@ -30,6 +30,13 @@ class Converted:
     key_mean: torch.Tensor | None = None
 
 
+def draw_mask(widths, seed, centred):
+    """Channels [L, H_kv, D] that keep these widths, and a mean of keys or None."""
+    mask = random_mask(widths, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    return mask, (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
+
+
 def convert(
     root, family="llama", widths=None, *, name="model", seed=0, sizes=(3, 6, 4), centred=False, **config
 ):
@@ -52,9 +59,7 @@ def convert(
     fast.save_pretrained(source)
 
     num_layers = {**OPTIONS.get(family, {}), **config}.get("layer_types", FULL * 2).count(*FULL)
-    mask = random_mask([[16, 16]] * num_layers if widths is None else widths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
+    mask, key_mean = draw_mask([[16, 16]] * num_layers if widths is None else widths, seed, centred)
     windows = dict(zip(("sink_size", "recent_size", "flush_size"), sizes, strict=True))
     export_checkpoint(source, ChannelMask(mask, None, None, key_mean), folder, **windows)
     return Converted(source, folder, mask, key_mean)
@@ -67,9 +72,15 @@ def converted(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def example(tmp_path_factory):
-    """A checkpoint of a family, both of whose layers change their head order; not to be changed."""
-    return functools.cache(lambda name: convert(tmp_path_factory.mktemp(name), name, [[8, 0], [16, 3]]))
+def example(once_per_run):
+    """A checkpoint with a mean, both of whose layers change their head order; not to be changed."""
+    widths = [[8, 0], [16, 3]]
+
+    def get(family):
+        folder = once_per_run(f"example-{family}", lambda out: convert(out, family, widths, centred=True))
+        return Converted(folder / "model-source", folder / "model", *draw_mask(widths, 0, True))
+
+    return get
 
 
 @pytest.fixture

@@ -29,13 +29,15 @@ import warnings
 warnings.simplefilter("error")
 import torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 settings = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
-print(model.generate(torch.arange(4, 34)[None], **settings).tolist())
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    print(model.generate(torch.arange(4, 34)[None], **settings).tolist())
 """
 
 
-def stranger_generates(folder, tmp_path):
+def strangers_generate(tmp_path, *folders):
+    """The tokens of each checkpoint, in a process of their own."""
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "stranger"),
@@ -43,7 +45,7 @@ def stranger_generates(folder, tmp_path):
         "OMP_NUM_THREADS": "1",
     }
     result = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(folder)],
+        [sys.executable, "-c", STRANGER, *map(str, folders)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -52,7 +54,7 @@ def stranger_generates(folder, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_every_auto_class_finds_its_class(converted):
@@ -70,13 +72,7 @@ def test_without_trust_in_its_code_the_checkpoint_is_not_silently_dense(converte
         AutoModelForCausalLM.from_pretrained(converted(widths=WIDTHS).folder, trust_remote_code=False)
 
 
-def test_it_runs_where_the_toolkit_cannot_be_imported(converted, load, tmp_path):
-    checkpoint = converted("qwen2", WIDTHS)
-    expected = load(checkpoint.folder).generate(torch.arange(4, 34)[None], **GREEDY)
-    assert stranger_generates(checkpoint.folder, tmp_path) == expected.tolist()
-
-
-def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
+def test_it_and_what_it_saves_run_where_the_toolkit_cannot_be_imported(converted, load, tmp_path):
     checkpoint = converted("qwen3", WIDTHS)
     model = load(checkpoint.folder)
     again = tmp_path / "again"
@@ -88,7 +84,7 @@ def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
     assert loaded.generate(torch.arange(4, 34)[None], **GREEDY).tolist() == expected.tolist()
     third = tmp_path / "third"
     loaded.save_pretrained(third)
-    assert stranger_generates(third, tmp_path) == expected.tolist()
+    assert strangers_generate(tmp_path, checkpoint.folder, third) == [expected.tolist()] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -94,10 +94,13 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert exported.returncode == 0, exported.stderr
+    taken = "note: mask `testbed-70` of the package, made by leank-convert (leank) for testbed; "
+    assert exported.stderr.startswith(taken)
     assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES) - set(PARTS)
     refused = subprocess.run(
         [*command, "evaluate", "out", "--also", "kivi"],
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "only a checkout of leank-convert has those" in refused.stderr
+    told = "error: `kivi` is a published baseline, and only a checkout of leank-convert has those"
+    assert refused.stderr.startswith(told)

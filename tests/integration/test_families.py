@@ -1,5 +1,6 @@
 """What holds for every family of the table: conversion is exact, and what it gives decodes as its source."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -175,18 +176,20 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, example):
     checkpoint = example(row.model_type)
     opened = open_checkpoint(checkpoint.source)
     facts = facts_of(checkpoint.source)
-    for file, header in opened.shards.items():
-        for name in header.tensors:
-            rest = {key: info for key, info in header.tensors.items() if key != name}
-            damaged = replace(opened, shards={**opened.shards, file: replace(header, tensors=rest)})
-            with pytest.raises(LeanKError, match="is missing"):
-                plan_export(damaged, all_channels_mask(facts), facts)
+    places = {name: file for file, header in opened.shards.items() for name in header.tensors}
+    # Of a layer's experts the first and the last.
+    for name in (name for name in places if not re.search(r"experts\.[12]\.", name)):
+        header = opened.shards[places[name]]
+        rest = {key: info for key, info in header.tensors.items() if key != name}
+        damaged = replace(opened, shards={**opened.shards, places[name]: replace(header, tensors=rest)})
+        with pytest.raises(LeanKError, match="is missing"):
+            plan_export(damaged, all_channels_mask(facts), facts)
 
 
 # One family for each thing that the first four lack: scaled logits, scaled queries.
 @pytest.mark.parametrize("family", ["granite", "ministral3"])
 def test_a_graph_of_it_answers_as_its_source(family, converted, tmp_path):
-    checkpoint = converted(family, [[8, 3]], num_hidden_layers=1)
+    checkpoint = converted(family, [[8, 8]], num_hidden_layers=1)
     out = export_onnx(checkpoint.folder, None, tmp_path / "onnx")
     assert failed(out, checkpoint.source) == {}
 

@@ -41,6 +41,7 @@ def dense_nll(folder, input_ids, **config):
     return -log_probs.gather(-1, input_ids[0, 1:, None])[:, 0]
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(retriever_folder, recipe, tmp_path):
     (out,) = convert_model(retriever_folder, tmp_path / "out", recipe, progress=False)
     assert verify_checkpoint(out, retriever_folder).ok

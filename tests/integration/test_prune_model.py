@@ -27,8 +27,8 @@ def tokens(model, **options):
 
 
 @pytest.mark.parametrize("row", FAMILIES)
-def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture, converted, load):
-    checkpoint = converted(row.model_type, WIDTHS, centred=True)
+def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture, example, load):
+    checkpoint = example(row.model_type)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, dense = model.config.to_dict(), tokens(model)

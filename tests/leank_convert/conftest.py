@@ -229,24 +229,18 @@ def edit_json():
 
 
 @pytest.fixture(scope="session")
-def retriever_onnx(once_per_run, retriever_folder, retriever_mask):
-    """An ONNX folder of it, with windows of 3, 6 and 4 tokens."""
-    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-    return once_per_run(
-        "retriever_onnx", lambda out: export_onnx(retriever_folder, retriever_mask, out, **sizes)
-    )
+def retriever_onnx(retriever_centred):
+    """An ONNX folder of its checkpoint, with windows of 3, 6 and 4 tokens."""
+    return retriever_centred / "onnx"
 
 
 @pytest.fixture(scope="session")
-def retriever_half(once_per_run, retriever_folder, retriever_mask):
-    """A checkpoint of it in `checkpoint`, and of that an ONNX folder in float16 in `onnx`."""
-    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-
-    def make(out):
-        export_checkpoint(retriever_folder, retriever_mask, out / "checkpoint", **sizes)
-        export_onnx(out / "checkpoint", None, out / "onnx", dtype="float16")
-
-    return once_per_run("retriever_half", make)
+def retriever_half(once_per_run, retriever_folder, retriever_mean):
+    """One in float16 of the model itself and its mask."""
+    return once_per_run(
+        "retriever_half",
+        lambda out: export_onnx(retriever_folder, retriever_mean, out, dtype="float16"),
+    )
 
 
 @pytest.fixture(scope="session")

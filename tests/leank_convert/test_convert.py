@@ -164,6 +164,7 @@ def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe
     assert load_mask(tmp_path / "out" / MASK_FILE_NAME).provenance.rope_parameters["rope_theta"] == 1e4
 
 
+@pytest.mark.usefixtures("without_report")
 def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, tmp_path, monkeypatch):
     out = tmp_path / "out"
     train = ("train", biased, "--recipe", recipe, "--kv-dtype", "fp8", "-o", out)
@@ -183,6 +184,7 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
     assert divergence((out / "README.md").read_text(), "fp8") < 0.1
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)  # no trial is passed
     out = tmp_path / "out"
@@ -193,6 +195,7 @@ def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, t
     assert read_json(out / "config.json")["leank"]["kv_dtype"] == "int4" and verify_checkpoint(out).ok
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_mean_may_be_added_to_a_trained_mask_in_its_own_folder(biased, recipe, tmp_path):
     out = tmp_path / "out"
     options = ("--recipe", recipe, "--set", "key_mean=false", "-o", out)

@@ -138,14 +138,14 @@ def test_what_is_neither_a_mask_nor_a_model_is_refused(name, message, tmp_path, 
 @pytest.fixture
 def onnx_folder(retriever_half, tmp_path):
     """A copy, to be spoiled; its graph is an empty file: nothing but its size is told of it."""
-    copy = Path(shutil.copytree(retriever_half / "onnx", tmp_path / "out"))
+    copy = Path(shutil.copytree(retriever_half, tmp_path / "out"))
     (copy / "model.onnx").write_bytes(b"12345")
     return copy
 
 
 def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder, edit_json):
     facts = inspect_artifact(onnx_folder)
-    assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("checkpoint", "llama")
+    assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("retriever", "llama")
     assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
     assert facts["widths"] == [[0, 7], [4, 4]] and facts["head_permutation"] == [[1, 0], [0, 1]]
     assert facts["windows"] == {"sink_size": 3, "recent_size": 6, "flush_size": 4}
@@ -153,7 +153,7 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     assert facts["element_bytes"] == 2 and not facts["element_bytes_assumed"]
     assert facts["bytes_per_token"]["key_pruned"] == 30
     assert facts["files"]["model.onnx"] == 5 and facts["files"]["channel_mask.safetensors"] > 64
-    assert facts["provenance"]["method"] == "imported"
+    assert facts["provenance"]["method"] == "leank"
     assert json.loads(json.dumps(facts)) == facts
     text = render_inspection(facts)
     assert "opset 23, cache float16, weights float16" in text and "(the graph's head order)" in text

@@ -263,16 +263,6 @@ def test_scales_of_another_model_are_refused(source_model, fitting_mask, tmp_pat
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_scales=random_scales())
 
 
-def test_training_gives_every_ratio_its_cache(tmp_path):
-    arguments = "--method static-norm --pruning-ratio 0.5 --pruning-ratio 0.7 --set calibration_prompts=1"
-    more = ("--set", "held_out_samples=0", "--kv-dtype", "fp8", "-o", tmp_path / "out")
-    result = run("train", "testbed", *arguments.split(), *more)
-    assert result.exit_code == 0, result.stderr
-    for ratio in ("0.5", "0.7"):
-        report = verify_checkpoint(tmp_path / "out" / f"ratio-{ratio}")
-        assert report.ok and any("8 tensors, of " in check.detail for check in report.checks)
-
-
 def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
     assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
 

@@ -187,7 +187,7 @@ def test_captured_steps_of_kernels_follow_the_rule(codec, way, graphs, build, mo
 @pytest.mark.parametrize(
     ("sizes", "is_captured"),
     [(sizes, False) for sizes in SIZES if sizes != "usual"]
-    + [(sizes, True) for sizes in ("nothing but flush 1", "long sink", "wraps", "huge ring")],
+    + [(sizes, True) for sizes in ("nothing but flush 1", "long sink", "huge ring")],
 )
 def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, build, small_pages, request):
     """In pages of four tokens, so that sinks fill, rings go round and windows grow while decoding."""

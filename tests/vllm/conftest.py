@@ -37,8 +37,36 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+HERE = Path(__file__).parent
 # Sink, recent and flush so small that prompts outgrow them; none of them a multiple of a page.
 SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
+
+
+# Of these files, which start engines, the longest first: each takes from one to thirteen minutes.
+LONGEST_FIRST = (
+    "test_ranks.py",
+    "test_engine.py",
+    "test_mixed.py",
+    "test_transfer.py",
+    "test_faults.py",
+    "test_drafts.py",
+    "test_benchmark.py",
+    "test_server.py",
+    "test_capacity.py",
+    "test_adapters.py",
+    "test_values.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers take files in the order of collection; xdist would begin with those of most tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, lest a worker takes up one of them when the others are done."""
+    own = {HERE / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: own.get(item.path, len(own)))
 
 
 def random_mask(widths: Sequence[Sequence[int]], head_dim: int) -> ChannelMask:

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from leank_convert.data import SampleSource, stream_samples
+from leank_convert.data import stream_samples
 from leank_convert.errors import LeanKError
 
 
@@ -41,16 +41,6 @@ def test_samples_come_in_the_order_of_their_indices():
     indices = [4, 1, 1, 7, 0, 3]
     with stream_samples(Numbers(), indices) as stream:
         assert list(stream) == indices
-
-
-def test_samples_are_those_of_the_source(plain_tokenizer, section):
-    source = SampleSource(plain_tokenizer, section(questions_per_context=2), seed=0)
-    with stream_samples(source, range(3)) as stream:
-        drawn = list(stream)
-    for index, sample in enumerate(drawn):
-        alone = source.draw(index)
-        assert sample.prefix_ids.equal(alone.prefix_ids)
-        assert sample.questions[1].input_ids.equal(alone.questions[1].input_ids)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])

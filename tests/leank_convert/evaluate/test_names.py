@@ -3,7 +3,6 @@
 from bin.baselines import VARIANTS
 from leank_convert.evaluate import names
 from leank_convert.evaluate.variants import OTHERS
-from tests.checks import rejected
 
 
 def test_a_checkout_has_all_that_are_named():
@@ -14,9 +13,3 @@ def test_a_checkout_has_all_that_are_named():
 def test_nothing_is_loaded_where_none_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(names, "_CHECKOUT", tmp_path)
     assert names.load_baselines(["window", "int4"]) == {}
-
-
-def test_a_wheel_refuses_them_and_names_the_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "_CHECKOUT", tmp_path)
-    told = rejected("evaluate", "absent", "--also", "window", "--also", "kivi")
-    assert told.startswith("error: `kivi` is a published baseline, and only a checkout of")

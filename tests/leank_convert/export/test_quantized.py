@@ -21,7 +21,7 @@ from tests.packed_weights import FEW_BITS, FORMATS, GROUP, SHARED_SCALES
 WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
 K_PROJ = f"{ATTENTION}.k_proj"
-LARGE = {"hidden_size": 512, "head_dim": 32}
+LARGE = {"hidden_size": 512, "head_dim": 32, "num_hidden_layers": 2}
 HALF_HEADS = {**LARGE, "num_key_value_heads": 8, "head_dim": GROUP // 2}  # a group of inputs is for two
 
 

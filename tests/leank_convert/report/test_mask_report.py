@@ -177,7 +177,6 @@ def test_equal_input_gives_equal_pages_whatever_the_users_style(write, full_page
         assert write(make_mask(), make_records()) == full_page
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (80, 2, 33)], ids=str)
-def test_every_shape_is_drawn(shape, write):
-    page = Page(write(make_mask(shape), make_records(steps=(1, 0))))
+def test_an_odd_shape_and_a_single_step_are_drawn(write):
+    page = Page(write(make_mask((80, 2, 33)), make_records(steps=(1, 0))))
     assert page.tags.count("svg") == 6

@@ -72,13 +72,6 @@ def test_an_export_verifies_with_and_without_its_source(exported, source):
     assert alone.ok and not [check for check in alone.checks if check.name.startswith("source")]
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_an_export_of_other_families_in_one_file_verifies(family, source_model, fitting_mask, tmp_path):
-    source = source_model(family, shards=False)
-    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
-    assert failed(out, source) == {}
-
-
 def test_another_source_is_found(exported, source_model):
     assert "source: tensors" in failed(exported, source_model("qwen2"))
     assert "source: tensors" in failed(exported, source_model("llama", dtype="bfloat16"))
@@ -223,20 +216,12 @@ def move_channels(rows):
     return [row[1:3] + row[0] + row[3:] for row in rows]
 
 
-# What is put into the `leank` block, and what the check of config.json says of it.
+# What is put into the `leank` block, and what the check of config.json says of it. The runtime's tests have
+# all that its reader, which is asked here, refuses.
 LEANK = [
     ("format_version", 2, "`leank.format_version` is 2, these runtime files read 1"),
     ("widths", roll, "`leank.channel_masks[1]` keeps"),
-    ("widths", lambda rows: [[-1, 6], rows[1]], "`leank.widths[0][0]` is -1, not in 0"),
-    ("head_permutation", lambda rows: [[0, 0], rows[1]], "[0, 0], not a permutation"),
     ("head_permutation", lambda rows: [[1, 0], rows[1]], "[1, 0], not stable within a bucket"),
-    ("channel_masks", lambda rows: rows[::-1], "`leank.channel_masks[0]` keeps ["),
-    ("channel_masks", lambda _: 7, "is not a list of 2 strings"),
-    ("channel_masks", lambda rows: [rows[0], rows[1][:-1] + "1"], "keeps channels beyond the 12 of a head"),
-    ("channel_masks", lambda rows: ["x" * len(rows[0]), rows[1]], "not 8 hex digits"),
-    ("sink_size", -1, "`leank.sink_size` is -1"),
-    ("flush_size", 0, "`leank.flush_size` is 0"),
-    ("prune", "lazy", "`leank.prune` is"),
     ("pruning_ratio", 0.25, "`leank.pruning_ratio` is 0.25"),
     ("config_overrides", [], "`leank.config_overrides` is []: Input should be a valid"),
     ("files", None, "does not name `channel_mask.safetensors`"),
