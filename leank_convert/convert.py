@@ -21,7 +21,7 @@ from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.make import train_masks
-from leank_convert.methods.measured_cache import measure_cache
+from leank_convert.methods.measured_cache import MeasuredCache, measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe
 from leank_convert.train.choice import choose_recipe
@@ -72,21 +72,23 @@ def convert_model(
             return []
         if mask_only:
             return [result.mask for result in results]
-        written, measured, basis = [], None, None
+        measured: dict[int, MeasuredCache] = {}
+        if kv_dtype is not None:
+            for mask in filter(lambda mask: _has_to_measure(mask, kv_dtype), masks.values()):
+                if (key := _measured_for(mask, kv_dtype)) not in measured:
+                    measured[key] = measure_cache(model, recipe, device=device, value_basis=mask.value_basis)
+        written = []
         for folder, mask in masks.items():
-            if kv_dtype is not None and _has_to_measure(mask, kv_dtype):
-                if measured is None or mask.value_basis is not basis:  # the model's own, whatever the mask
-                    basis = mask.value_basis
-                    measured = measure_cache(model, recipe, device=device, value_basis=basis)
-                mask = measured.centre(mask)
+            found = measured.get(_measured_for(mask, kv_dtype))
+            centred = mask if found is None else found.centre(mask)
             exported = export_checkpoint(
                 model,
-                mask,
+                centred,
                 folder,
                 config_overrides=overrides,
                 base_model=base_model,
                 kv_dtype=kv_dtype,
-                kv_scales=measured.scales(mask) if measured and kv_dtype == "fp8" else None,
+                kv_scales=found.scales(centred) if found and kv_dtype == "fp8" else None,
                 try_cache=_trial(model, recipe, kv_dtype, device),
                 overwrite=replaces,
             )
@@ -177,6 +179,11 @@ def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
 def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:
     """Whether a mask lacks its mean of keys, or a cache its scales, which are the model's."""
     return mask.key_mean is None or kv_dtype == "fp8"
+
+
+def _measured_for(mask: ChannelMask, kv_dtype: str | None) -> int:
+    """What tells measurements of a model apart: scales alone depend on a mask, by the basis of its V."""
+    return id(mask.value_basis) if kv_dtype == "fp8" else 0
 
 
 def _trial(

@@ -70,8 +70,14 @@ def check_values_belong(
     """
     if _find_quantized(checkpoint, facts) is not None:
         return
-    if known.value_weights is None and name == known.model:
-        return
+    if known.value_weights is None:
+        if name == known.model:
+            return
+        raise LeanKError(
+            f"mask `{mask_origin}` has a basis of V for copies of {shorten(known.model)}, and nothing says "
+            f"that model `{model_origin}` is one",
+            hint="measure a basis for it by `--value-pruning-ratio`, with a mask that has none",
+        )
     if known.value_weights != digest_values(checkpoint, facts):
         raise LeanKError(
             f"mask `{mask_origin}` has a basis of V for other weights of `v_proj` and `o_proj` than those of "

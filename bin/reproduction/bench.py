@@ -168,7 +168,8 @@ class Bench:
         if entry.values is None:
             return mask
         named = self.recipe.model.id or self.model
-        if entry.ratio != EVERY_CHANNEL and (path := find_by_model(named, entry.ratio, entry.values)):
+        is_packaged = entry.run in self.masks.packaged and entry.ratio != EVERY_CHANNEL
+        if is_packaged and (path := find_by_model(named, entry.ratio, entry.values)):
             return load_mask(path)
         if entry.ratio == EVERY_CHANNEL:
             mask = replace(mask, channel_mask=torch.ones_like(mask.channel_mask))

@@ -139,7 +139,7 @@ class Plan:
     # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
     weighed: tuple[Entry, ...] = ()
     weighed_on: str = ""
-    has_basis: bool = False  # whether a basis of V is measured, and folded into the model that answers
+    has_basis: bool = False  # whether a basis of V is measured, for masks that the package has not
     has_scales: bool = False  # whether scales of an FP8 cache are measured for the main mask
     packaged: tuple[str, ...] = ()  # runs whose masks are the package's
     # Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.

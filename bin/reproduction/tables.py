@@ -124,8 +124,8 @@ def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
     if mask.scaling_factors is not None and entry.kind == "mask":
         found[names[2]] = f"{count_largest(mask.scaling_factors)} of {int(kept.sum())}"
     found[names[0]], found[names[1]] = (f"{1 - part.double().mean():.1%}" for part in (kept, kept.any(-1)))
-    if entry.values is not None:
-        found[names[1]] = f"{entry.values:.1%}"
+    if mask.value_widths is not None:
+        found[names[1]] = f"{mask.value_pruning_ratio:.1%}"
     return found
 
 

@@ -205,7 +205,8 @@ def choose(request: ExportRequest) -> Choice:
 def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
     """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one.
 
-    With a ratio for V a packaged one that prunes V is taken before one of K alone.
+    With a ratio for V a packaged one that prunes V is taken before one of K alone, unless the recipe names a
+    text to measure V on.
     """
     model, mask, out, pruning_ratio = request.model, request.mask, request.out, request.pruning_ratio
     assert not isinstance(mask, ChannelMask)
@@ -221,7 +222,8 @@ def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
             "train … --resume`",
         )
     path = None if mask is None else resolve_mask(mask, pruning_ratio)
-    if mask is None and request.value_pruning_ratio:
+    names_text = recipe is not None and recipe.data.haystack.source is not None
+    if mask is None and request.value_pruning_ratio and not names_text:
         path = find_packaged(model, pruning_ratio, request.value_pruning_ratio)
     if mask is None and path is None:
         path = find_packaged(model, pruning_ratio)

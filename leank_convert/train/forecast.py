@@ -105,7 +105,7 @@ class Forecast:
         learned = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         yield "trained", f"{learned}; the weights stay as they are"
         phases = [
-            f"{phase.steps:,} of {phase.name}"
+            f"{phase.steps:,} of {'gates of V beside K' if phase.stage == 3 else phase.name}"
             + ("" if phase.pruning_ratio is None else f" at {100 * phase.pruning_ratio:g}%")
             for phase in Schedule(self.recipe).phases
         ]

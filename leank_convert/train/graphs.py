@@ -74,7 +74,7 @@ class Gradients:
         # graphs read it where it lies.
         self.key_mean: Tensor | None = None
         self._room: StoredContext | None = None
-        self._known: set[Sizes] = set()
+        self._known: set[tuple[Sizes, bool, bool]] = set()
         self._known_contexts: set[int] = set()
         self._contexts: dict[int, tuple[Tensor, _Graph[StoredContext]]] = {}
         self._answers: dict[tuple[Sizes, bool, bool], _Answers] = {}
@@ -90,7 +90,7 @@ class Gradients:
         """
         found = self._launch(sample, student)
         if found is None:
-            self._known.add(self._sizes(sample))
+            self._known.add(self._kind(self._sizes(sample), student))
             loss = self._run(sample, student)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -112,6 +112,11 @@ class Gradients:
         context = self._store(sample, packed)
         return distil_answers(self._model, context, packed.to(self._model.device), student)
 
+    @staticmethod
+    def _kind(sizes: Sizes, student: Student) -> tuple[Sizes, bool, bool]:
+        """What runs the same kernels."""
+        return sizes, student.gates is not None, student.value_factors is not None
+
     def _sizes(self, sample: TrainingSample) -> Sizes:
         if self._captures_context:
             return padded_sizes(sample, self._longest)
@@ -123,11 +128,11 @@ class Gradients:
         What is new is run as written for once, so that libraries choose their kernels outside a capture.
         """
         sizes = self._sizes(sample)
-        if not self.captures or sizes not in self._known:
+        key = self._kind(sizes, student)
+        if not self.captures or key not in self._known:
             return None
         packed = pack_sample(sample, sizes)
         context = self._store(sample, packed)
-        key = sizes, student.gates is not None, student.value_factors is not None
         graph = self._answers.pop(key, None)
         if graph is None:
             if len(self._answers) == _MOST_GRAPHS:

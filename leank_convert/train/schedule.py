@@ -57,13 +57,14 @@ class Schedule:
         if "stage1" in recipe.trains:
             phases.append(Phase(1, None, stop, stage1.steps, stop, stage1.learning_rate, stage1.l1_weight))
             stop += stage1.steps
+        first_draw = stop
         if "stage2" in recipe.trains:
-            first_draw = stop
             for ratio in recipe.pruning_ratios:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps
+            first_draw += stage2.steps
         if recipe.trains and recipe.value_pruning_ratio:
-            first_draw, values = stop, recipe.values
+            values = recipe.values
             for ratio in recipe.pruning_ratios:
                 rates = values.learning_rate, values.l1_weight
                 phases.append(Phase(3, ratio, stop, values.steps, first_draw, *rates))
@@ -90,5 +91,7 @@ class Schedule:
         for step in range(start, self.num_steps):
             phase = self.phase(step)
             draw = phase.first_draw + step - phase.start
+            first = phase.first_draw * self._batch_size
             for index in range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks):
-                yield ~index if phase.stage == 3 and index % 2 else index
+                place, is_text = divmod(index - first, 2)
+                yield index if phase.stage < 3 else ~(first + place) if is_text else first + place

@@ -24,6 +24,8 @@ _PROGRAM = (
     "from leank_convert.vllm import ahead; ahead.compile_all(pickle.load(read))"
 )
 
+_MOST_SECONDS = 600  # far more than compilers take
+
 _compilations: list[threading.Thread] = []
 
 
@@ -32,11 +34,14 @@ def compile_ahead(keys: Iterable[KernelKey]) -> None:
     if not (keys := list(keys)):
         return
     command, silent = [sys.executable, "-I", "-c", _PROGRAM], subprocess.DEVNULL
-    given = pickle.dumps(sys.path) + pickle.dumps(keys)
+    given = pickle.dumps([path for path in sys.path if path]) + pickle.dumps(keys)
 
     def compile_and_load() -> None:
-        subprocess.run(command, input=given, stdout=silent, stderr=silent, check=False)
-        # Whatever failed fails here, too, and again where a layer asks, which tells of it.
+        # Whatever fails there fails here, too, and again where a layer asks, which tells of it.
+        with contextlib.suppress(Exception):
+            subprocess.run(
+                command, input=given, stdout=silent, stderr=silent, timeout=_MOST_SECONDS, check=False
+            )
         with contextlib.suppress(Exception):
             compile_all(keys)
 

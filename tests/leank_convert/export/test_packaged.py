@@ -193,12 +193,17 @@ def test_a_packaged_mask_that_prunes_v_is_for_every_copy_of_its_model_where_v_is
     out = export_model(tiny, None, tmp_path / "both", value_pruning_ratio=0.5, **options)
     assert load_mask(out / "channel_mask.safetensors").stores_alike(mask)
     assert verify_checkpoint(out, source=tiny).ok
+    text = tmp_path / "text.txt"
+    text.write_text("The harbour master keeps a book of all ships.")
+    with pytest.raises(pytest.fail.Exception, match="measured"):  # V on a text of the user's own
+        overrides = [f"data.haystack.source={text}"]
+        export_model(tiny, None, tmp_path / "own", value_pruning_ratio=0.5, overrides=overrides, **options)
     assert find_by_name("tiny", 0.5).stem == "tiny-50" and find_by_name("tiny-50-v50").stem == "tiny-50-v50"
     assert find_by_model("owner/Tiny", 0.8, 0.5) is None  # then it is measured beside the mask of K alone
     change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
     other = tmp_path / "other"
     stderr = refused(run("export", tiny, "--mask", "tiny-50-v50", "-o", other), other)
-    assert "mask `tiny-50-v50` has a basis of V for other weights" in stderr
+    assert "mask `tiny-50-v50` has a basis of V for copies of owner/Tiny, and nothing says" in stderr
 
 
 def test_a_packaged_mask_comes_last(tiny, tmp_path):

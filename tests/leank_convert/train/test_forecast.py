@@ -51,7 +51,7 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     text = " ".join(values.render().split())
     assert "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB, about 60.0% saved" in text
     assert "32,768 scaling factors, 32,768 gates of V; the weights" in text
-    assert "200 of stage 2 at 70%, 240 of values at 50%, 240 of values at 70%" in text
+    assert "200 of stage 2 at 70%, 240 of gates of V beside K at 50%, 240" in text
     exact = " ".join(forecast_llama("rounding=budget", seconds_per_context=8.0).render().split())
     assert ", at least " in exact
     assert "before that about 1 min to measure the basis of V" in text

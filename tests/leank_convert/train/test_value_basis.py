@@ -9,12 +9,14 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.methods.statistics import attention_of
+from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, value_basis
 from leank_convert.train.attention import Student
 from leank_convert.train.held_out import compare_answers
 from leank_convert.train.key_mean import measure_keys
 from leank_convert.train.log import LOG_NAME, read_log
 from leank_convert.train.model import find_model, load_model
+from leank_convert.train.schedule import Schedule
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
@@ -147,6 +149,18 @@ def test_directions_may_be_chosen_by_what_was_learned_of_them(load):
     assert torch.equal(pruned.value_basis, basis)
     widths = torch.full(factors.shape[:2], head_dim // 2)
     assert torch.equal(pruned.value_widths[1:], widths[1:].int())
+
+
+def test_gates_of_v_are_learned_on_every_task_and_on_text_whatever_other_ratios_are_asked_for():
+    found = []
+    for ratios in (0.7, (0.5, 0.7)):
+        schedule = Schedule(Recipe(pruning_ratio=ratios, value_pruning_ratio=0.5, batch_size=2))
+        last = schedule.phases[-1]
+        assert (last.stage, last.pruning_ratio) == (3, 0.7)
+        found.append([*schedule.sample_indices(last.start)])
+    assert found[0] == found[1] and len(found[0]) == 480
+    texts, tasks = [~index for index in found[0] if index < 0], [index for index in found[0] if index >= 0]
+    assert texts == tasks == [*range(tasks[0], tasks[0] + 240)]
 
 
 def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
