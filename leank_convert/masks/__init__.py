@@ -70,7 +70,7 @@ def find_by_model(
     named = [p for p in list_masks() if model_part(p) == part and (value_percent(p) or "0") == values]
     files = [path for path in named if read_header(path).metadata.get("model") == model]
     if value_pruning_ratio:
-        asked = f"{100 * (pruning_ratio or DEFAULT_RATIO):g}"
+        asked = f"{100 * (DEFAULT_RATIO if pruning_ratio is None else pruning_ratio):g}"
         return next((path for path in files if percent(path) == asked), None)
     return _pick(files, pruning_ratio, f"`{model}`") if files else None
 
