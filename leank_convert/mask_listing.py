@@ -33,9 +33,8 @@ def render_masks(*, as_json: bool = False) -> str:
     for mask in listed:
         pruned = f"{100 * mask['pruning_ratio_asked']:g}%: {mask['pruning_ratio']:.1%}"
         rows.append((mask["name"], pruned, f"{mask['sink_size']}, {mask['recent_size']}", mask["made_by"]))
-        rows += (
-            [(f"V pruned, too: {mask['value_pruning_ratio']:.1%}",)] if mask["value_pruning_ratio"] else []
-        )
+        if removed := mask["value_pruning_ratio"]:
+            rows.append((f"V pruned, too: {removed:.1%}",))
         rows += [(f"model: {mask['model']}",), (f"evaluated: {mask['evaluated']}",)]
     return "\n".join(listing(rows)) + "\n" + _EXPLANATION
 

@@ -42,7 +42,7 @@ _logger = logging.getLogger("leank_convert")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export as it is asked for; the attributes are `export_checkpoint`'s parameters."""
+    """An export as it is asked for: parameters of `export_checkpoint`, and `export_model`'s ratio of V."""
 
     model: str | Path
     mask: MaskLike

@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
 
 
-# Of these files, which start engines, the longest first: each takes from one to thirteen minutes.
+# Files that start engines, the longest first: each takes minutes, the others seconds.
 LONGEST_FIRST = (
     "test_ranks.py",
     "test_engine.py",
