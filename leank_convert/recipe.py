@@ -196,7 +196,11 @@ class Recipe(_Section):
     """A whole recipe. Defaults are the paper's settings for Llama-3.1-8B, its context lengths aside."""
 
     model: ModelSection = Field(default_factory=ModelSection)
-    mask: str | None = Field(None, description="a mask to export instead of training one: path or hub id")
+    mask: str | None = Field(
+        None,
+        description="a mask to export instead of training one: path, hub id or packaged name; training keeps "
+        "its channels of K and learns V's directions (`value_pruning_ratio`)",
+    )
     windows: WindowsSection = Field(default_factory=WindowsSection)
     method: _MethodName = Field(
         "leank",
@@ -288,8 +292,11 @@ class Recipe(_Section):
 
     @property
     def trains(self) -> tuple[Part, ...]:
-        """What is learned, in this order; gates are not where `heads.pattern` brings them."""
-        return tuple(part for part in self.method_row.trains if part != "gates" or self.heads.pattern is None)
+        """What is learned, in this order: no gates that `heads.pattern` brings, no channels of a `mask`."""
+        known = () if self.heads.pattern is None else ("gates",)
+        parts = tuple(part for part in self.method_row.trains if part not in known)
+        learns_values = bool(parts and self.value_pruning_ratio and self.values.steps)
+        return (*(parts if self.mask is None else ()), *(("values",) if learns_values else ()))
 
     @property
     def resolved_budget(self) -> Budget:

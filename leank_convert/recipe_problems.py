@@ -40,7 +40,7 @@ def check_training(recipe: Recipe) -> None:
     """Refuse what a model is not needed for to see that a recipe cannot be trained by.
 
     Raises:
-        RecipeError: If it brings its mask, or a file or a package that it names is missing.
+        RecipeError: If its mask leaves nothing to train, or a file or a package that it names is missing.
     """
     if problems := list(find_obstacles(recipe)):
         raise refuse("made in Python", problems)
@@ -48,8 +48,8 @@ def check_training(recipe: Recipe) -> None:
 
 def find_obstacles(recipe: Recipe) -> Iterator[Problem]:
     """What training does not find that it needs."""
-    if recipe.mask is not None:
-        hint = "use `leank-convert export`, or remove the key"
+    if recipe.mask is not None and not recipe.trains:
+        hint = "use `leank-convert export`, remove the key, or set `value_pruning_ratio` to learn V beside it"
         yield f"`mask` is {cut(recipe.mask)}: nothing is to be trained", hint
     if "wandb" in recipe.trackers and find_spec("wandb") is None:
         yield "`trackers` names `wandb`, which is not installed", "`pip install wandb`, or leave it out"

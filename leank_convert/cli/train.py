@@ -43,6 +43,11 @@ from leank_convert.cli.options import (
     multiple=True,
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
+@click.option(
+    "--mask",
+    metavar="FILE|ID|NAME",
+    help="Learn V's directions beside this mask of K, by --value-pruning-ratio; K's channels stay its.",
+)
 @value_ratio_option
 @window_options
 @kv_dtype_option

@@ -22,7 +22,7 @@ ENTRY_POINTS = "leank_convert.methods"
 _logger = logging.getLogger("leank_convert")
 
 Budget = Literal["uniform", "global"]
-Part = Literal["gates", "stage1", "stage2"]
+Part = Literal["gates", "stage1", "stage2", "values"]
 
 STAGES = ("gates", "stage 1", "stage 2", "values")
 """What a person calls the phases of a training run, by number; the last is of gates on V's directions."""
@@ -38,7 +38,7 @@ class Method:
     score: str | None = None
     # How many prompts that function measures; None for the recipe's `calibration_prompts`.
     num_prompts: int | None = 0
-    # What is learned, in this order: gates of heads, scaling factors (stage 1), the mask (stage 2).
+    # What is learned of K, in this order: gates of heads, scaling factors (stage 1), the mask (stage 2).
     trains: tuple[Part, ...] = ()
     # How channels are shared out where the recipe does not say: every head keeps as many, or the whole
     # model's best are kept.

@@ -92,12 +92,12 @@ def train_masks(
         an export to replace.
 
     Raises:
-        LeanKError: If the recipe names a mask, `out/leank/` exists and `resume` is not given, a folder holds
-            a mask of another origin, the saved state belongs to another recipe, model or data, the model
-            cannot be trained on, the device cannot be used, memory does not suffice, or the loss is not
-            finite; if a method that trains nothing is to be resumed or shared by several processes. Also when
-            Ctrl-C or SIGTERM ends a training run, after the step under way and with its state saved (exit
-            code 130 or 143). Processes but the first exit where that one raises.
+        LeanKError: If the recipe names a mask and learns no V beside it, `out/leank/` exists and `resume` is
+            not given, a folder holds a mask of another origin, the saved state belongs to another recipe,
+            model or data, the model cannot be trained on, the device cannot be used, memory does not suffice,
+            or the loss is not finite; if a method that trains nothing is to be resumed or shared by several
+            processes. Also when Ctrl-C or SIGTERM ends a training run, after the step under way and with its
+            state saved (exit code 130 or 143). Processes but the first exit where that one raises.
     """
     chosen = choose_recipe(recipe, model, run=out if resume else None, training=True, device=device)
     Fields({"resume": resume}, "training").flag("resume")

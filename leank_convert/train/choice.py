@@ -30,12 +30,28 @@ def choose_recipe(
     """Find a recipe as `find_recipe` does, with its arguments, or derive one for a model and a device.
 
     Raises:
-        LeanKError: As `find_recipe` and `derive_recipe`.
+        LeanKError: As `find_recipe` and `derive_recipe`; if a mask to train beside cannot be read.
     """
     folder = None if run is None else Path(run)
     found = find_recipe(recipe, model, run=folder, overrides=overrides, flags=flags, training=training)
-    if found is not None:
-        return found
-    from leank_convert.train.derive import derive_recipe
+    if found is None:
+        from leank_convert.train.derive import derive_recipe
 
-    return derive_recipe(model, overrides, flags=flags, device=device)
+        found = derive_recipe(model, overrides, flags=flags, device=device)
+    return _take_from_mask(found) if training and found.mask is not None else found
+
+
+def _take_from_mask(recipe: Recipe) -> Recipe:
+    """A recipe that learns V beside a mask, by the ratio and the windows that the mask was made with."""
+    from leank_convert.mask import load_mask, resolve_mask
+
+    assert recipe.mask is not None
+    mask = load_mask(resolve_mask(recipe.mask))
+    known = mask.provenance
+    if known is None:
+        return recipe.model_copy(update={"pruning_ratio": round(mask.pruning_ratio, 4)})
+    sizes = {name: getattr(known, name) for name in type(recipe.windows).model_fields}
+    asked = known.pruning_ratio_asked
+    ratio = round(mask.pruning_ratio, 4) if asked is None else asked
+    windows = recipe.windows.model_copy(update=sizes)
+    return recipe.model_copy(update={"pruning_ratio": ratio, "windows": windows})

@@ -71,8 +71,8 @@ def check_run(recipe: Recipe, num_ranks: int) -> None:
     """Refuse what can be refused without the model and a folder.
 
     Raises:
-        LeanKError: If the recipe brings its mask, names files that are missing, or cannot be shared by so
-            many processes.
+        LeanKError: If the recipe has a mask and nothing to train beside it, names files that are missing, or
+            cannot be shared by so many processes.
     """
     check_training(recipe)
     if num_ranks == 1:
@@ -208,7 +208,7 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
         if not recipe.method_row.whole_heads:
             heads = round((1 - recipe.heads.pruning_ratio) * gates.numel())
         chosen.append((gates, heads, "heads", "gate", "heads", recipe.heads.l1_weight))
-    if mask.scaling_factors is not None:
+    if mask.scaling_factors is not None and "stage1" in recipe.trains:
         weight = recipe.stage1.l1_weight
         chosen.append((mask.scaling_factors, kept, "channels", "factor", "stage1", weight))
     for learned, number, what, name, section, weight in chosen:

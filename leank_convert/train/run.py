@@ -26,7 +26,7 @@ from leank_convert.train.model import LoadedModel
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
-from leank_convert.train.selection import build_mask, select_channels, select_for
+from leank_convert.train.selection import build_mask, load_fitting, select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
@@ -49,11 +49,13 @@ class Run:
         self.schedule = Schedule(recipe)
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
         self._retrieval_heads: Tensor | None = None
+        # What V is learned beside, where K is not.
+        self._given = None if recipe.mask is None else load_fitting(recipe.mask, loaded)
         self._state = TrainingState(fingerprint, ones(loaded.facts.mask_shape, ranks.device))
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
-        if recipe.method_row.has_gates:  # how many heads are left does not depend on which
+        if self._has_gates:  # how many heads are left does not depend on which
             every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
             self._choose_retrieval_heads(every_gate)
             if "gates" in recipe.trains:
@@ -68,6 +70,13 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
+        if self._given is not None and self._given.key_mean is not None:
+            known = self._given.provenance
+            self._take_key_mean(self._given.key_mean, None if known is None else known.key_mean_tokens)
+
+    @property
+    def _has_gates(self) -> bool:
+        return self.recipe.method_row.has_gates and self._given is None
 
     @property
     def step(self) -> int:
@@ -87,13 +96,13 @@ class Run:
     @property
     def gates(self) -> Tensor | None:
         """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
-        if not self.recipe.method_row.has_gates:
+        if not self._has_gates:
             return None
         return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
 
     def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
         """Measure the mean of keys, if it is asked for and not known yet; raises as `measure_keys`."""
-        if not self.recipe.key_mean or self._state.key_mean is not None:
+        if not self.recipe.key_mean or self._state.key_mean is not None or self._given is not None:
             return
         measured = measure_keys(
             self.loaded,
@@ -136,7 +145,7 @@ class Run:
                     hint="resume with the pattern that the run began with, or train into another folder",
                 )
             self._take_gates(state.gates)
-        if state.key_mean is not None and state.key_mean_tokens is not None:
+        if state.key_mean is not None:
             self._take_key_mean(state.key_mean, state.key_mean_tokens)
         self._state = replace(
             state,
@@ -228,6 +237,7 @@ class Run:
                 ratio,
                 self.loaded,
                 self._select(learned, ratio).cpu(),
+                given=self._given,
                 scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
                 key_mean=state.key_mean,
                 key_mean_tokens=state.key_mean_tokens,
@@ -261,7 +271,9 @@ class Run:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
 
     def _select(self, learned: Tensor, pruning_ratio: float) -> Tensor:
-        """The mask of scaling factors [L, H_kv, D], or of gates [L, H_kv, 1]: whole heads."""
+        """The mask of scaling factors [L, H_kv, D], or of gates [L, H_kv, 1]: whole heads; a given one."""
+        if self._given is not None:
+            return self._given.channel_mask.to(learned.device)
         head_dim = self.loaded.facts.head_dim
         scores = learned.detach().expand(-1, -1, head_dim)
         if self._retrieval_heads is not None:
@@ -270,7 +282,7 @@ class Run:
         chosen = select_for(self.recipe, scores, pruning_ratio)
         return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
 
-    def _take_key_mean(self, key_mean: Tensor, num_tokens: int) -> None:
+    def _take_key_mean(self, key_mean: Tensor, num_tokens: int | None) -> None:
         self._state.key_mean, self._state.key_mean_tokens = key_mean, num_tokens
         self.gradients.key_mean = key_mean.to(self.loaded.model.device, torch.float32)
 

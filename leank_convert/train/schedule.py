@@ -63,7 +63,7 @@ class Schedule:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps
             first_draw += stage2.steps
-        if recipe.trains and recipe.value_pruning_ratio:
+        if "values" in recipe.trains:
             values = recipe.values
             for ratio in recipe.pruning_ratios:
                 rates = values.learning_rate, values.l1_weight

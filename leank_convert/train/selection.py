@@ -7,7 +7,9 @@ threshold of 0 would keep every one of them. Ties go to the lower layer, then he
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
+from textwrap import indent
 from typing import Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from leank_convert.errors import LeanKError
 from leank_convert.hub import hide_local_paths, model_name
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import ModelFiles
@@ -119,12 +121,13 @@ def build_mask(
     channel_mask: Tensor,
     *,
     scaling_factors: Tensor | None = None,
+    given: ChannelMask | None = None,
     key_mean: Tensor | None = None,
     key_mean_tokens: int | None = None,
     values: ValueBasis | None = None,
     value_factors: Tensor | None = None,
 ) -> ChannelMask:
-    """The mask of one of a recipe's ratios, with where it comes from."""
+    """The mask of one of a recipe's ratios, with where it comes from; of a given one, with V pruned, too."""
     paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
     provenance = MaskProvenance.for_model(
         model_name(files.name),
@@ -137,8 +140,27 @@ def build_mask(
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )
-    mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
+    if given is None:
+        mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
+    else:
+        mask = _take_origin(given, provenance)
     return mask if values is None else values.prune(mask, recipe.value_pruning_ratio, value_factors)
+
+
+def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
+    """Load the mask that a recipe names; raises LeanKError if it is not of this model."""
+    path = resolve_mask(mask)
+    found = load_mask(path)
+    check_mask_fits(found, files.facts, mask_origin=str(path), model_origin=files.name)
+    return found
+
+
+def _take_origin(given: ChannelMask, provenance: MaskProvenance) -> ChannelMask:
+    """A given mask that says where it comes from, and by what recipe V was learned beside it."""
+    known = given.provenance or replace(provenance, method="imported", recipe="")
+    beside = indent(f"V's directions were learned beside this mask, by\n{provenance.recipe}", "# ")
+    recipe = f"{known.recipe or ''}\n{beside}".lstrip()
+    return replace(given, provenance=replace(known, recipe=recipe, held_out=None, evaluation=None))
 
 
 def _ranks(factors: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, first_line, shorten
-from leank_convert.files import write_atomically
+from leank_convert.files import sha256_of, write_atomically
 from leank_convert.folders import LOCK_NAME
-from leank_convert.mask import MASK_FILE_NAME
+from leank_convert.mask import MASK_FILE_NAME, resolve_mask
 from leank_convert.recipe import HeadsSection, Recipe
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.schedule import Schedule
@@ -116,7 +116,7 @@ class TrainingState:
     # Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
     best: tuple[float, Tensor] | None = None
     key_mean: Tensor | None = None  # the mean of keys, float16 [L, H_kv, D]; None for keys as they are
-    key_mean_tokens: int | None = None  # how many tokens it was measured on
+    key_mean_tokens: int | None = None  # how many tokens it was measured on; None if not known
     values: dict[str, Any] | None = None  # the fields of the basis of V; None where V is not pruned
     # What gates of V's directions ended with, for each ratio that is done.
     finished_values: list[Tensor] = field(default_factory=list)
@@ -130,6 +130,8 @@ def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) 
     found = {f"recipe: {key}": value for key, value in settings.items()}
     found |= {f"model: config.json: {key}": value for key, value in _flatten(loaded.config).items()}
     found["model: weights"] = loaded.weights_digest[:16]
+    if recipe.mask is not None:
+        found["mask"] = sha256_of(resolve_mask(recipe.mask))[:16]
     if Schedule(recipe).num_steps:
         found["data: first sample and haystack"] = samples.fingerprint()
     return found

@@ -1,5 +1,6 @@
 """The basis of V that a run ends with: what is measured, what is chosen by it, where it ends up."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -181,6 +182,37 @@ def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
         train_one(recipe, tmp_path / "killed")
     resumed = train_one(recipe, tmp_path / "killed", resume=True)
     assert resumed.stores_alike(whole)
+
+
+@pytest.mark.parametrize("source", ["ours", "foreign"])
+def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short_recipe, tmp_path, fail_at):
+    """By the mask's own ratio, windows and mean of keys, whatever the recipe says of them."""
+    given = train_one(short_recipe(pruning_ratio=0.5), tmp_path / "given")
+    path = tmp_path / "given" / "channel_mask.safetensors"
+    if source == "foreign":
+        given = ChannelMask(given.channel_mask)
+        np.save(path := tmp_path / "mask.npy", given.channel_mask.numpy())
+    changes = {"value_pruning_ratio": 0.6, "values": {"steps": 4, "l1_weight": 1.0}, "save_every": 3}
+    windows = {"sink_size": 5, "recent_size": 24, "flush_size": 8}
+    recipe = short_recipe(mask=str(path), pruning_ratio=0.7, windows=windows, **changes)
+    with fail_at(graphs, "distil", 2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        train_one(recipe, tmp_path / "out")
+    found = train_one(recipe, tmp_path / "out", resume=True)
+    assert [record.stage for record in read_log(tmp_path / "out" / "leank" / LOG_NAME)] == [3] * 4
+    assert torch.equal(found.channel_mask, given.channel_mask) and found.value_pruning_ratio >= 0.6
+    assert found.key_mean is given.key_mean is None or torch.equal(found.key_mean, given.key_mean)
+    known = found.provenance
+    assert "# V's directions were learned beside this mask" in known.recipe
+    own = given.provenance
+    sizes = windows if own is None else {name: getattr(own, name) for name in windows}
+    assert {name: getattr(known, name) for name in windows} == sizes
+    assert known.method == ("imported" if own is None else "leank")
+    assert known.pruning_ratio_asked == pytest.approx(given.pruning_ratio if own is None else 0.5, abs=1e-3)
+    np.save(tmp_path / "other.npy", ~given.channel_mask.numpy())
+    with pytest.raises(LeanKError, match="was saved by another run:\n  mask was"):
+        train_one(
+            recipe.model_copy(update={"mask": str(tmp_path / "other.npy")}), tmp_path / "out", resume=True
+        )
 
 
 def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(
