@@ -127,16 +127,21 @@ def _find_packaged(model: str, ratio: float) -> Path:
 class Bench:
     """A model with all of its channels, which any mask can be tried on.
 
-    `model` is a folder, a hub id, or `testbed`; None for the recipe's.
+    `model` is a folder, a hub id, or `testbed`; None for the recipe's. A basis of V is measured on `text`, a
+    file, beside the recipe's tasks; None for Python's documentation.
     """
 
-    def __init__(self, plan: Plan, model: str | None, out: Path, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, model: str | None, out: Path, device: torch.device, text: Path | None = None
+    ) -> None:
         self.recipe = load_recipe(plan.recipe, plan.overrides)
         named = model or self.recipe.model.id
         if named is None:
             raise LeanKError("the recipe names no model", hint="add `model.id` to it")
         self.model, self.device = named, device
         self.masks = Masks(plan, named, out / "masks", device)
+        on_text = [] if text is None else [f"data.haystack.source={text}"]
+        self._basis_recipe = load_recipe(plan.recipe, [*plan.overrides, *on_text])
         self.scales_file = out / "constants.pt"
         self.basis_file = out / "basis.pt" if plan.has_basis else None
 
@@ -180,7 +185,7 @@ class Bench:
         assert self.basis_file is not None
         windows = Windows(**self.recipe.windows.model_dump())
         measured = measure_cache(
-            self.model, self.recipe, device=self.device, keys=False, value_windows=windows
+            self.model, self._basis_recipe, device=self.device, keys=False, value_windows=windows
         )
         assert measured.values is not None
         write_atomically(self.basis_file, _to_bytes(vars(measured.values)))

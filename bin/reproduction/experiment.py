@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from bin.reproduction.answers import Answers, take
 from bin.reproduction.bench import Bench
+from bin.reproduction.fetch_texts import LEARNING
 from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row
 from bin.reproduction.texts import Texts, find_kinds
 from bin.reproduction.units import Unit, forecast, work_off
@@ -68,7 +69,8 @@ class Experiment:
         if out.exists() and any(out.iterdir()) and self._mark != found:
             raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
         self._deadline = None if minutes is None else time.time() + 60 * minutes
-        self.bench = Bench(plan, model, out, choose_device(device))
+        text = None if texts is None or not (texts / LEARNING).is_file() else texts / LEARNING
+        self.bench = Bench(plan, model, out, choose_device(device), text)
         self.parts = {
             part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)
             for part in plan.parts

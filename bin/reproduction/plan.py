@@ -101,6 +101,7 @@ class TextPlan(NamedTuple):
     answer_tokens: int = 0  # of an answer to a prompt of about the first of `lengths`; 0: none is asked for
     num_answers: int = 0  # prompts of each kind
     answering: tuple[Row, ...] = ()
+    learned_on: float = 0.0  # the share of each kind, at its beginning, that masks may have been learned on
 
 
 class Pace(NamedTuple):

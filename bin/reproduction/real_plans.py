@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bin.reproduction.fetch_texts import LEARNED_ON
 from bin.reproduction.plan import (
     DENSE,
     GATES,
@@ -29,6 +30,7 @@ _ROUNDS_BEFORE_OTHERS = 1
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
 _HEADS = "duo-attention"
 _TEXT = TextPlan((4000, 12000), num_fed=128, num_texts=6)
+_VALUES_TEXT = _TEXT._replace(learned_on=LEARNED_ON)
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ QUICK_CENTRED = CentredSizes(
     batch_tokens=1024,
 )  # fmt: skip
 VALUES = {
-    "qwen2.5-coder": RulerSizes(),
+    "qwen2.5-coder": RulerSizes(text=_VALUES_TEXT),
     "smollm2": RulerSizes(
         recipe="smollm2-135m-instruct",
         lengths=(1024, 2048, 4096, 7680),
-        text=_TEXT._replace(lengths=(1600, 4000)),
+        text=_VALUES_TEXT._replace(lengths=(1600, 4000)),
         batch_tokens=2**18,
     ),
 }
@@ -197,8 +199,8 @@ def make_values_plan(sizes: RulerSizes, packaged: bool = True) -> Plan:
     """Lay out pruned V, and what fewer bits cost, beside K by the package's masks.
 
     The package has masks with V pruned for some ratios, whose directions were learned. For others the basis
-    of V is measured, and cut by its energies, as an export does it. Of the texts, both have seen Python's
-    documentation.
+    of V is measured, and cut by its energies, as an export does it. Both have seen the beginning of each
+    text, and are measured on what comes after.
     """
 
     def prune(keys: float, values: float, **changes: str) -> Entry:

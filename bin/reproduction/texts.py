@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bin.reproduction.bench import Bench
+from bin.reproduction.fetch_texts import read_documentation
 from bin.reproduction.plan import Entry, TextPlan
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
@@ -132,10 +132,11 @@ class Texts:
     def _take(self, count: int, num_tokens: int) -> Tensor:
         """Pieces of the text, as far apart as it allows [count, num_tokens]."""
         if self.kind == DOCUMENTATION:
-            text = "\n\n".join(topics[name] for name in sorted(topics))
+            text = read_documentation()
         else:
             assert self.folder is not None
             text = (self.folder / f"{self.kind}.txt").read_text(encoding="utf-8")
+        text = text[int(self.plan.learned_on * len(text)) :]
         tokenizer = self.bench.evaluated.tokenizer
         ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         if len(ids) < count * num_tokens:

@@ -3,11 +3,15 @@
 import bz2
 import subprocess
 import zipfile
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from bin.reproduction import fetch_texts
-from bin.reproduction.fetch_texts import fetch, read_articles, read_essays, strip_markup
+from bin.reproduction.fetch_texts import fetch, read_articles, read_documentation, read_essays, strip_markup
+from bin.reproduction.plan import TextPlan
+from bin.reproduction.texts import Texts
 
 PAGES = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
 <page><title>Reed</title><ns>0</ns><revision><text>'''Reed''' is a [[plant|green plant]].</text></revision>
@@ -51,3 +55,20 @@ def test_what_is_there_is_not_fetched_again(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     fetch(tmp_path)
     assert (tmp_path / "essays.txt").read_text() == "here"
+
+
+def test_what_is_learned_on_ends_before_what_is_measured(tmp_path):
+    """Of each kind its beginning, Python's documentation first."""
+    for kind in fetch_texts.SOURCES:
+        (tmp_path / f"{kind}.txt").write_text("abcdefghij" * 10)
+    fetch(tmp_path)
+    learned = (tmp_path / fetch_texts.LEARNING).read_text()
+    beginning = "abcdefghij" * 3
+    assert learned.endswith(f"\n\n{beginning}\n\n{beginning}")
+    assert read_documentation().startswith(learned[: -2 * len(beginning) - 4])
+
+    tokenizer = Mock(side_effect=lambda text, **options: SimpleNamespace(input_ids=[ord(c) for c in text]))
+    bench = SimpleNamespace(evaluated=SimpleNamespace(tokenizer=tokenizer))
+    plan = TextPlan((3,), num_fed=1, num_texts=2, learned_on=fetch_texts.LEARNED_ON)
+    taken = Texts(bench, "essays", tmp_path, tmp_path, plan)._take(2, 70 // 2)
+    assert "".join(map(chr, taken.flatten())) == "abcdefghij" * 7
