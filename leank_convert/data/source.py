@@ -105,8 +105,8 @@ class SampleSource:
         size = _LETTERS_OF_TOKEN * length
         place = rng.randrange(len(text))
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]
-        encoded = self.tokenizer(piece, truncation=True, max_length=length)
-        return torch.tensor(encoded["input_ids"])
+        # Cut here: a length given to the tokenizer is its state, and holds for what other threads encode.
+        return torch.tensor(self.tokenizer(piece, verbose=False)["input_ids"][:length])
 
     def _draw_continuation(self, index: int) -> TrainingSample:
         """A text whose last tokens stand for the answer to those before."""

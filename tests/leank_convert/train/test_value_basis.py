@@ -88,6 +88,8 @@ def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, short
         loaded, samples = load(data={**data, **changes}, value_pruning_ratio=0.5)
         ids = samples.draw_text(1)
         assert 200 <= len(ids) <= 280 and torch.equal(ids, samples.draw_text(1))
+        # Other threads encode by the same tokenizer, and would be cut by a length that is set in it.
+        assert loaded.tokenizer.backend_tokenizer.truncation is None
         parts = [samples.draw(place).prompt_ids() for place in range(4 if changes else 8)]  # all tasks
         parts += [samples.draw_text(place) for place in (1, 3, 5, 7) if changes]
         assert measure_values(loaded, samples, WINDOWS).num_tokens == sum(map(len, parts))
