@@ -10,6 +10,7 @@ from bin.reproduction.plans import make_plan
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.usefixtures("without_report")  # of thirty masks: the commands' own tests draw them
 @pytest.mark.parametrize(
     ("name", "values"), [("smollm2", False), ("qwen2.5-coder", False), ("smollm2", True)]
 )

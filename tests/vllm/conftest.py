@@ -44,17 +44,17 @@ SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
 
 # Files that start engines, the longest first: each takes minutes, the others seconds.
 LONGEST_FIRST = (
-    "test_ranks.py",
     "test_engine.py",
-    "test_mixed.py",
-    "test_transfer.py",
-    "test_faults.py",
-    "test_drafts.py",
     "test_benchmark.py",
+    "test_mixed.py",
+    "test_ranks.py",
+    "test_faults.py",
+    "test_transfer.py",
+    "test_drafts.py",
     "test_server.py",
     "test_capacity.py",
-    "test_adapters.py",
     "test_values.py",
+    "test_adapters.py",
 )
 
 
@@ -258,14 +258,11 @@ def ask(
     }
 
 
-def run_engines(
-    runs: Mapping[str, dict[str, Any]], *, processes: bool = False, **environment: str
-) -> dict[str, Said]:
+def run_engines(runs: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, Said]:
     """Runs of engines, one after the other in a process: that takes longer to start than they take."""
-    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps([*runs.values()])],
-        env={**os.environ, **ENVIRONMENT, **multiprocessing, **environment},
+        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
         capture_output=True,
         text=True,
         timeout=200 + 200 * len(runs),
@@ -275,13 +272,6 @@ def run_engines(
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     names = [*runs, "then"][: len(lines)]  # of a run that another process takes over from
     return dict(zip(names, (Said(json.loads(line[5:])) for line in lines), strict=True))
-
-
-def run_two_ranks(runs: Mapping[str, dict[str, Any]]) -> dict[str, Said]:
-    """The same, with two ranks of tensor parallelism each unless a run names another number."""
-    for run in runs.values():
-        run["options"].setdefault("tensor_parallel_size", 2)
-    return run_engines(runs, processes=True)
 
 
 # vLLM's build for CPUs has states of linear attention in bfloat16 alone.

@@ -8,7 +8,9 @@ them over. Counters go on from round to round. Of a run that fails the error is 
 """
 
 import functools
+import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,8 +19,10 @@ import traceback
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 # It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
@@ -27,6 +31,14 @@ CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, K
 current_platform.register_triton_kernel_overrides = functools.cache(
     current_platform.register_triton_kernel_overrides
 )
+# vLLM looks at each class of models in a process of its own, for GPUs' sake, and starts a rank anew: it would
+# load for ten seconds each time.
+registry._run_in_subprocess = lambda look: look()
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+# What is loaded by now stays: engines look through it eight times each, for longer than they are built.
+gc.collect()
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
 
 
 def count_running(scheduler):
@@ -57,8 +69,8 @@ def run(asked):
             **asked["options"],
         },
     )
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None where it is in another process
-    running = [0] if core is None else count_running(core.scheduler)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    running = count_running(scheduler)
     transfers = asked.get("transfers", [None] * len(asked["prompts"]))
     sampling = [
         SamplingParams(
@@ -89,13 +101,11 @@ def run(asked):
     said["asked"] = asked["rounds"]
     said["pulled"] = counters.get("vllm:external_prefix_cache_hits", 0)
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
-    if core is not None:
-        cache = core.scheduler.kv_cache_config
-        said["blocks"] = cache.num_blocks
-        said["groups"] = [
-            [type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size]
-            for group in cache.kv_cache_groups
-        ]
+    said["blocks"] = scheduler.kv_cache_config.num_blocks
+    said["groups"] = [
+        [type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size]
+        for group in scheduler.kv_cache_config.kv_cache_groups
+    ]
     say(said)
     if "then" in asked:
         following = {**asked["then"], "transfers": [output.kv_transfer_params for output in outputs]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.vllm.conftest import LINEAR, answers_of, ask, prune_values, run_two_ranks
+from tests.vllm.conftest import LINEAR, answers_of, ask, prune_values, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -64,7 +64,9 @@ def said(folders, adapted):
     converted = str(adapted / "converted")
     adapters = {"enable_lora": True, "max_loras": 2, "adapters": [converted, None, converted, converted]}
     runs["adapters"] = ask(folders["adapters"], **FEW, **adapters)
-    return run_two_ranks(runs)
+    for run in runs.values():
+        run["options"].setdefault("tensor_parallel_size", 2)
+    return run_engines(runs)
 
 
 @pytest.mark.parametrize("name", [*MIXED, "fp8, V pruned"])
