@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bin.reproduction.paper_plan import ON_CPU, ON_GPU, QUICK, QUICK_SMOLLM2, SMOLLM2, make_paper_plan
+from bin.reproduction.paper_plan import ON_CPU, ON_GPU, SMOLLM2, make_paper_plan
 from bin.reproduction.plan import Plan
 from bin.reproduction.real_plans import (
     CENTRED,
@@ -28,8 +28,8 @@ class Choice(NamedTuple):
 
 
 PLANS = {
-    "testbed": Choice(make_paper_plan, ON_GPU, QUICK, ON_CPU),
-    "smollm2": Choice(make_paper_plan, SMOLLM2, QUICK_SMOLLM2),
+    "testbed": Choice(make_paper_plan, ON_GPU, ON_GPU.shrink(), ON_CPU),
+    "smollm2": Choice(make_paper_plan, SMOLLM2, SMOLLM2.shrink()),
     "qwen2.5-coder": Choice(make_centred_plan, CENTRED, QUICK_CENTRED),
 }
 
