@@ -201,8 +201,6 @@ def generate() -> None:
 
 @_command(
     "memory",
-    _sizes("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128."),
-    _sizes("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k."),
     _sizes(
         "--largest",
         "prompt x new",
@@ -211,8 +209,6 @@ def generate() -> None:
     ),
     click.option("--limit", type=_GIGABYTES, help="GB for weights and cache. Default: all there is."),
     shared=_SHARED,
-    allocated=((32768, 128), (200, 12)),
-    prefill=((4, 32768), (2, 64)),
     largest=([(4096, 1024), (32768, 128)], [(48, 8)]),
     limit=(None, 0.002),  # the toy model and some rows
 )
@@ -262,18 +258,8 @@ def serve() -> None:
 @_command(
     "training_step",
     _sizes("--length", "tokens", "Context, question and answer of the timed step. Default: 64k."),
-    click.option(
-        "--questions",
-        type=click.IntRange(1, 1000),
-        help="Questions on one context, beside a single one. Default: 8.",
-    ),
-    _sizes("--question-size", "question x answer", "Tokens of each. Default: 24x40."),
-    _rounds("3, on the CPU 1"),
     shared=(_GEOMETRY, _DEVICE, _DTYPE),
     length=(65536, 96),
-    questions=(8, 3),
-    question_size=((24, 40), (4, 6)),
-    rounds=(3, 1),
 )
 def train() -> None:
     """A training step, with one and with several questions, against its own prefill; and its peak memory."""
@@ -294,11 +280,9 @@ def train() -> None:
         type=click.IntRange(1, 256),
         help="Of onnxruntime. Default: 2, or as many cores as there are.",
     ),
-    _rounds("21, of a toy 3"),
     shared=(_MASK, _GEOMETRY),
     lengths=([4096, 8192, 16384, 32768], [3, 96]),
     threads=(min(2, os.cpu_count() or 1),) * 2,
-    rounds=(21, 3),
 )
 def onnx() -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from bin.benchmarks.generate import call_generate
+from bin.benchmarks.geometries import TOY
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio, share
@@ -28,22 +29,19 @@ _COLUMNS: dict[str, Column] = {
     "MB a row": ("row_bytes", partial(number, digits=1, unit=1e6)),
     "of dense": ("ratio", ratio),
 }
+# Prompt and new tokens of the row whose cache is counted; batch and prompt of the prefill.
+_SIZES, _TOY_SIZES = ((32768, 128), (4, 32768)), ((180, 12), (2, 64))
 _DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 
 
 def benchmark_memory(
-    setup: Setup,
-    *,
-    allocated: Sequence[int],
-    prefill: Sequence[int],
-    largest: Sequence[tuple[int, int]],
-    limit: float | None,
+    setup: Setup, *, largest: Sequence[tuple[int, int]], limit: float | None
 ) -> dict[str, Any]:
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
-    Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
-    Weights and cache may take `limit` GB in a search, None for all there are. If decoding is not right,
-    the JSON document that is returned has `ok` false and no figures.
+    `largest` are prompt and new tokens of each batch. Weights and cache may take `limit` GB in a search, None
+    for all there are. If decoding is not right, the JSON document that is returned has `ok` false and no
+    figures.
 
     Raises:
         LeanKError: If something does not fit on the device where nothing is searched for.
@@ -51,6 +49,7 @@ def benchmark_memory(
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
     most = None if limit is None else round(limit * 1e9)
+    allocated, prefill = _TOY_SIZES if setup.geometry.name == TOY else _SIZES
     lengths = [sum(case) for case in largest] + [allocated[0]]
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.

@@ -40,7 +40,7 @@ _PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
 _LAYERS = 4
 _TOKEN = 5
-_WARM_UP = 2
+_WARM_UP, _ROUNDS = 2, 21
 # Sharper than a model's of random weights, so that attention is far from uniform.
 _KEY_SCALE = 2.0
 _TOLERANCE = 1e-4
@@ -60,14 +60,7 @@ _COLUMNS: dict[str, Column] = {
 Cached = Sequence[tuple[Tensor, Tensor]]
 
 
-def benchmark_onnx(
-    setup: Setup,
-    *,
-    lengths: Sequence[int],
-    weights: str,
-    threads: int,
-    rounds: int,
-) -> dict[str, Any]:
+def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, threads: int) -> dict[str, Any]:
     """Measure a step at each length of the cache, and print a table.
 
     `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
@@ -114,7 +107,7 @@ def benchmark_onnx(
             }
             held = {side: step.cache_bytes for side, step in steps.items()}
             ok = all(check["ok"] for check in checks.values())
-            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds) if ok else {}
+            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}) if ok else {}
             cases.append(
                 {
                     "tokens": num_tokens,
@@ -125,7 +118,7 @@ def benchmark_onnx(
                     "step": {"checks": checks, **figures},
                 }
             )
-    _print_times(report, cases, rounds)
+    _print_times(report, cases)
     return report.document(
         "onnx",
         ok=all(case["ok"] for case in cases),
@@ -280,13 +273,13 @@ def _without_reserve(cache: Cache) -> dict[str, Any]:
     return buffers
 
 
-def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
+def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int]) -> dict[str, Any]:
     """Time both sides in turns; which one begins changes every round."""
     for step in steps.values():
         for _ in range(_WARM_UP):
             step.run()
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
-    for index in range(rounds):
+    for index in range(_ROUNDS):
         for side in SIDES if index % 2 else reversed(SIDES):
             began = time.perf_counter()
             steps[side].run()
@@ -300,7 +293,7 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: 
     return {**figures, **ratios}
 
 
-def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
+def _print_times(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
     rows, notes, timed = [], [], []
     for case in cases:
         figures, label = case["step"], f"{case['tokens']:,} tokens"
@@ -317,5 +310,5 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
     if not notes:
         errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
         notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
-    notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
+    notes.append(f"medians of {_ROUNDS} rounds in turns; ±: half the quartiles' distance, the larger one")
     report.table("whole step, one row", _COLUMNS, rows, notes, timed=timed)

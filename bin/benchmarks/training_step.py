@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
+from bin.benchmarks.geometries import TOY
 from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
 from bin.benchmarks.random_models import Setup, build_stock, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio
@@ -29,6 +30,9 @@ from leank_convert.train.graphs import Gradients
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
+# How many are asked of one context, and the tokens of a question and its answer.
+_QUESTIONS, _TOY_QUESTIONS = (8, (24, 40)), (2, (3, 5))
+_ROUNDS = 3
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
 # Higher precision needs twice the weights; and every further layer's rounding blurs what is compared.
 _CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
@@ -43,17 +47,16 @@ _COLUMNS: dict[str, Column] = {
 }
 
 
-def benchmark_train(
-    setup: Setup, *, length: int, questions: int, question_size: tuple[int, int], rounds: int
-) -> dict[str, Any]:
+def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
     """Measure steps of one and of several questions on one context, and print a table.
 
-    `length` counts context, one question and its answer, `question_size` the tokens of both. If our step's
-    loss or gradient is not right, the JSON document that is returned has `ok` false and no figures.
+    `length` counts context, one question and its answer. If our step's loss or gradient is not right, the
+    JSON document that is returned has `ok` false and no figures.
 
     Raises:
         LeanKError: If the length leaves nothing to prune.
     """
+    questions, question_size = _TOY_QUESTIONS if setup.geometry.name == TOY else _QUESTIONS
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
     if length < least:
@@ -76,7 +79,7 @@ def benchmark_train(
     if check["ok"]:
         model = fused(build_trainee(setup))
         samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
-        results["step"] = measure_step(model, samples, setup, rounds)
+        results["step"] = measure_step(model, samples, setup)
         _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
     return report.document("train", ok=check["ok"], dtype=setup.dtype_name, **sizes, check=check, **results)
@@ -182,12 +185,12 @@ def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable
     return run
 
 
-def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, rounds: int) -> dict[str, Any]:
+def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup) -> dict[str, Any]:
     """Seconds of the prefill alone; seconds and peak memory of a step on each sample."""
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = time_whole(call, device, rounds=rounds)
+        timing = time_whole(call, device, rounds=_ROUNDS)
         return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.

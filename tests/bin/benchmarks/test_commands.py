@@ -20,9 +20,9 @@ CPU = ("--device", "cpu")
 KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x8", "--rounds", "2")
 ONE_ROUND = ("kernel", *CPU, "--rounds", "1")
 GENERATE = ("generate", *CPU, "--case", "2x40x6", "--drafts", "3", "--rounds", "2")
-MEMORY = ("memory", *CPU, "--allocated", "180x12", "--largest", "48x8", "--limit", "0.0015")
-TRAIN = ("train", *CPU, "--questions", "2", "--question-size", "3x5", "--rounds", "2")
-ONNX = ("onnx", "--geometry", "tiny", "--rounds", "2", "--threads", "1", "--length", "96")
+MEMORY = ("memory", *CPU, "--largest", "48x8", "--limit", "0.0015")
+TRAIN = ("train", *CPU)
+ONNX = ("onnx", "--geometry", "tiny", "--threads", "1", "--length", "96")
 # Of the tiny shape in bfloat16: K and V of a token; q, k, v, o, gate, up, down and two norms of each layer;
 # last norm and head.
 DENSE_TOKEN = 2 * 2 * 4 * 64 * 2
