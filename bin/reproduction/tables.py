@@ -16,7 +16,6 @@ from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Entry,
 from bin.reproduction.texts import KINDS, compare_answers
 from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
-from leank_convert.files import read_json
 from leank_convert.train.scaling import count_largest
 
 _Z_95 = 1.96
@@ -147,10 +146,10 @@ def _choice_lines(experiment: Experiment) -> Iterator[_Line]:
 
 
 def _byte_table(experiment: Experiment) -> str:
-    plan = experiment.plan
-    if not plan.weighed or not experiment.bytes_file.exists():
+    plan, kept = experiment.plan, experiment.read_bytes()
+    if not kept:
         return ""
-    kept, answers = read_json(experiment.bytes_file), experiment.parts[plan.weighed_on]
+    answers = experiment.parts[plan.weighed_on]
     dense, num_tokens, texts = kept[DENSE_NAME], kept["tokens"], _read_texts(experiment)
     lines = []
     for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):
