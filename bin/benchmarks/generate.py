@@ -262,13 +262,12 @@ def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: in
         first, *others = columns.items()
         columns = dict([first, (f"{drafts} drafts", ("draft_milliseconds", number)), *others])
         notes.append("drafts: ms/step with so many drafted tokens to verify; calls are without")
-    rows, timed = [], []
+    rows = []
     for name, side in case["sides"].items():
         label = f"{name} ({attention})" if name in _OWN and attention != COMPILED else name
         faster = case["ratios"].get(name, {})
         rows.append((label, {**side, **faster, "by step": faster.get("replay") or faster.get("step")}))
-        timed += [(f"{label}, {kind}", side[kind]) for kind in ("replay", "draft") if kind in side]
         if side.get("graph", {}).get("why_eager"):
             notes.append(f"{label}: steps of a call are not replayed: {side['graph']['why_eager']}")
     title = f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens"
-    report.table(title, columns, rows, notes, timed=timed)
+    report.table(title, columns, rows, notes)

@@ -231,7 +231,8 @@ class _Bench:
             return {"ok": ok, "milliseconds": None, "bytes": num_bytes}
         mean = fmean(each["milliseconds"] for each in layers)
         beyond = all(each["beyond_l2"] for each in layers)
-        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "beyond_l2": beyond}
+        method = layers[0]["method"]
+        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "beyond_l2": beyond, "method": method}
         return {**found, **self._speed(num_bytes, mean)}
 
 
@@ -239,11 +240,10 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
     ours = case | {"faster": 1.0 if case["ok"] else None}
     rows = [(name, peer | {"faster": case["ratios"].get(name)}) for name, peer in case["peers"].items()]
     rows.append((f"leank, mean of {len(case['layers'])} layers", ours))
-    layers = [(f"layer {layer['layer']}", layer) for layer in case["layers"]]
     wrong = [str(layer["layer"]) for layer in case["layers"] if not layer["check"]["ok"]]
     notes = [f"layers WRONG: {', '.join(wrong)}" if wrong else f"ceiling by bytes: {case['byte_ratio']:.2f}x"]
     if not all(side.get("beyond_l2", True) for _, side in rows):
         notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
     new = f", {case['new']} of them new" if case["new"] > 1 else ""
     title = f"decode attention, batch {case['batch']}, {case['tokens']} tokens{new}"
-    report.table(title, _COLUMNS, rows, notes, timed=[*rows[:-1], *layers])
+    report.table(title, _COLUMNS, rows, notes)

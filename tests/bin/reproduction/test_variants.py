@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bin.reproduction.variants import PrunedValues, RoundedPrompt
+from bin.reproduction.bench import PrunedValues, RoundedPrompt
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.prefill import decode_token, run_prefill
 from leank_convert.evaluate.variants import Masked
