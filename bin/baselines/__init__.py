@@ -62,14 +62,10 @@ COMPARED = ("fp8", "int4", *METHODS)
 def make_variants(
     name: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
 ) -> list[Variant]:
-    """Make a method's variants, one for every setting that is reported, alone or on LeanK's kept channels.
+    """Make a method's variants, one for every setting that is reported, on LeanK's kept channels or `alone`.
 
-    Args:
-        name: One of `COMPARED`.
-        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
-        alone: Whether the method has all channels instead.
-        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; other methods alone are as they
-            were published.
+    The method is one of `COMPARED`; masks are in the checkpoint's head order, bool [L, H_kv, D], as is the
+    mean that comes off LeanK's keys. Methods alone are as they were published, with all channels.
     """
     if name not in METHODS:
         return [rounded_variant(name, channel_masks, alone=alone, key_mean=key_mean)]
@@ -95,12 +91,8 @@ def _compare(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
                 f"`{name}` is not known of a model with layers that are not pruned, as this one has",
                 hint="take a variant that the package has, such as window, think, fp8 or int4",
             )
-        return make_variants(
-            method,
-            evaluated.channel_masks,
-            alone=name == method,
-            key_mean=evaluated.key_mean,
-        )
+        masks, mean = evaluated.channel_masks, evaluated.key_mean
+        return make_variants(method, masks, alone=name == method, key_mean=mean)
 
     return find
 
