@@ -17,12 +17,11 @@ from transformers import DynamicCache
 from bin.benchmarks.generate import call_generate
 from bin.benchmarks.geometries import TOY
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
-from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
+from bin.benchmarks.random_models import COMPILED, DENSE, OURS, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.head_layout import count_cache_bytes
 
-OURS, DENSE = "leank", "dense"
 _COLUMNS: dict[str, Column] = {
     "rows": ("batch", str),
     "by bytes": ("predicted_by_bytes", str),
@@ -51,7 +50,7 @@ def benchmark_memory(
     most = None if limit is None else round(limit * 1e9)
     allocated, prefill = _TOY_SIZES if setup.geometry.name == TOY else _SIZES
     lengths = [sum(case) for case in largest] + [allocated[0]]
-    with checked_models(setup, max(lengths), report) as models:
+    with checked_models({OURS: setup}, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
         sides = {OURS: models.ours, DENSE: models.dense}
@@ -175,10 +174,9 @@ def count_bytes(cache: Any) -> int:
 
 
 def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
-    """Find the largest count from 1 up that fits, starting near a guess; what fits is taken to have no gaps.
+    """Find the largest count that fits, 0 if not even 1 does, and all that were tried, from a guess on.
 
-    Returns:
-        The count, 0 if not even 1 fits, and every count that was tried.
+    What fits is taken to have no gaps.
     """
     tried: dict[int, bool] = {}
     low, high, stride = 0, None, 1  # low fits, high does not

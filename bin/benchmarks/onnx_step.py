@@ -215,11 +215,7 @@ def exact_logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
 class HostStep:
     """One decode step of a graph as its host runs it, again and again on the same cache.
 
-    Args:
-        description: Of the graph.
-        graph: The graph itself, a session of onnxruntime.
-        cached: What is in the cache.
-        side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
+    The cache of the side `leank` is parted as it is while decoding.
     """
 
     def __init__(self, description: Description, graph: Any, cached: Cached, side: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
 from bin.benchmarks.geometries import TOY
-from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
+from bin.benchmarks.measuring import peak_bytes, release_memory, time_replays
 from bin.benchmarks.random_models import Setup, build_stock, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.architectures import ModelFacts
@@ -73,8 +73,8 @@ def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
     for case in check["cases"]:
         error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
         report.line(
-            f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
-            f"plain passes {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
+            f"{case['questions']} on a context: error of gradient {error:.1e}, of plain passes {own:.1e}: "
+            f"{'as close' if case['ok'] else 'WRONG, nothing is measured'}"
         )
     if check["ok"]:
         model = fused(build_trainee(setup))
@@ -122,21 +122,19 @@ def check_step(
 ) -> dict[str, Any]:
     """Compare loss and gradient with those in higher precision, on a shallow model of the shape.
 
-    Checked are stage 1 with one question, which is what is timed, and some questions on one context with a
-    head that is empty, as stage 2 may have it.
+    Checked are one question and some on one context, and with these a head that is empty, as one may become.
     """
     num_layers = min(setup.geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
     shallow = setup.take_layers(range(num_layers))
     plain, facts = build_trainee(shallow), shallow.geometry.facts
     ours, exact = fused(copy.deepcopy(plain)), copy.deepcopy(plain).to(EXACT[setup.dtype])
     factors = draw_factors(facts, setup.device)
-    emptied = factors.clone()
-    emptied[0, 0] = 0.0
-    students = Student(setup.windows, factors), Student(setup.windows, emptied, emptied.any(-1))
     cases = []
-    for stage, student in enumerate(students, start=1):
-        count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
-        sample = draw_sample(ours, length, count, question_size, seed=stage)
+    for count in sorted({1, min(num_questions, _CHECKED_QUESTIONS)}):
+        if count > 1:
+            factors[0, 0] = 0.0
+        student = Student(setup.windows, factors, factors.any(-1) if count > 1 else None)
+        sample = draw_sample(ours, length, count, question_size, seed=count)
         found = differentiate(ours, facts, sample, student)
         own, truth = (
             differentiate(model, facts, sample, student, captures=False) for model in (plain, exact)
@@ -147,7 +145,7 @@ def check_step(
         # One number, the loss, may be right by luck: it is held to the larger of the errors.
         loss, gradient = judge(errors[0], max(theirs)), judge(errors[1], theirs[1])
         ok = loss["ok"] and gradient["ok"]
-        cases.append({"stage": stage, "questions": count, "loss": loss, "gradient": gradient, "ok": ok})
+        cases.append({"questions": count, "loss": loss, "gradient": gradient, "ok": ok})
     ok = all(case["ok"] for case in cases)
     return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
 
@@ -190,7 +188,7 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup) ->
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = time_whole(call, device, rounds=_ROUNDS)
+        timing = time_replays(None, call, device, rounds=_ROUNDS)
         return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.

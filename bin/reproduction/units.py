@@ -45,11 +45,9 @@ def work_off(
 ) -> None:
     """Do units until all are done, by this process or by others.
 
-    Args:
-        units: In the order in which they are begun, as far as their needs allow.
-        out: Keeps locks, and in `times.jsonl` how long each unit took.
-        note: Takes a line for each unit that this process begins or has done.
-        is_up: Whether no further one is to be begun.
+    Those come first that are first in the list, as far as their needs allow. `out` keeps locks, and in
+    `times.jsonl` how long each unit took. `note` takes a line for each that this process begins or has done;
+    none is begun once time `is_up`.
     """
     done: set[str] = set()
     while waiting := _find_waiting(units, done):
