@@ -202,20 +202,17 @@ class FilledLayer:
         return out
 
 
-def _sdpa(backend: SDPBackend | None) -> Prepare:
-    def prepare(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
-        num_new = query.shape[2]
-        mask = causal_mask(num_new, keys)
-        if mask is not None and query.is_cuda:  # a form that flash attention knows
-            mask = causal_lower_right(num_new, keys.shape[2])
+def _prepare_sdpa(backend: SDPBackend | None, query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+    num_new = query.shape[2]
+    mask = causal_mask(num_new, keys)
+    if mask is not None and query.is_cuda:  # a form that flash attention knows
+        mask = causal_lower_right(num_new, keys.shape[2])
 
-        def attend() -> Tensor:
-            with sdpa_kernel(backend) if backend is not None else nullcontext():
-                return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+    def attend() -> Tensor:
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
-        return attend
-
-    return prepare
+    return attend
 
 
 OWN_DENSE = "leank-all-channels"
@@ -223,9 +220,9 @@ OWN_DENSE = "leank-all-channels"
 CAUSAL_PEERS = (OWN_DENSE, "sdpa-flash", "sdpa")
 PEERS: Mapping[str, Prepare] = MappingProxyType(
     {
-        "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa": _sdpa(None),
+        "sdpa-cudnn": partial(_prepare_sdpa, SDPBackend.CUDNN_ATTENTION),
+        "sdpa-flash": partial(_prepare_sdpa, SDPBackend.FLASH_ATTENTION),
+        "sdpa": partial(_prepare_sdpa, None),
     }
 )
 

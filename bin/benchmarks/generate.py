@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList
+from transformers import AttentionInterface, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -301,17 +301,6 @@ def _name_timing(name: str, timing: Any) -> dict[str, Any]:
     return {f"{name}_milliseconds": timing.milliseconds, name: asdict(timing)}
 
 
-class _StepClock(LogitsProcessor):
-    """Marks the moment between a step's forward pass and the choice of its token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stopwatch = Stopwatch(device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.stopwatch.mark()
-        return scores
-
-
 @dataclass(frozen=True)
 class Generation:
     """One call of `generate`: the whole of it, up to the first logits, from token to token; its cache."""
@@ -324,10 +313,16 @@ class Generation:
 
 def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
     """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
-    clock = _StepClock(model.device)
+    stopwatch = Stopwatch(model.device)
+
+    def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mark the moment between a step's forward pass and the choice of its token."""
+        stopwatch.mark()
+        return scores
+
     synchronize(model.device)
     began = time.perf_counter()
-    clock.stopwatch.mark()
+    stopwatch.mark()
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -336,11 +331,11 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
         max_new_tokens=num_new,
         pad_token_id=0,
         return_dict_in_generate=True,
-        logits_processor=LogitsProcessorList([clock]),
+        logits_processor=LogitsProcessorList([mark]),
     )
     synchronize(model.device)
     seconds = time.perf_counter() - began
-    prefill, *steps = clock.stopwatch.gaps()
+    prefill, *steps = stopwatch.gaps()
     return Generation(seconds, prefill / 1e3, steps, output[CACHE])
 
 

@@ -236,16 +236,9 @@ class Bench:
             constants = {"key_mean": mean}
             if entry.kv_dtype == "fp8" and entry.mean == "model":
                 constants |= torch.load(self.scales_file)
-        if entry.values is None:
-            return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)
-        own = self.mask(entry)
+        pruned = None if entry.values is None else self.mask(entry)
         return PrunedValues(
-            entry.name,
-            kept,
-            kv_dtype=entry.kv_dtype,
-            constants=constants,
-            value_widths=own.value_widths,
-            value_basis=own.value_basis,
+            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, pruned_values=pruned
         )
 
 
@@ -287,20 +280,19 @@ class RoundedPrompt(Masked):
 
 @dataclass
 class PrunedValues(Masked):
-    """A LeanK cache that keeps a part of V, too."""
+    """A LeanK cache that keeps a part of V, too, where a mask is given of which it keeps that part."""
 
-    value_widths: Tensor | None = None  # so many directions of every head, the first ones [L, H_kv]
-    value_basis: Tensor | None = None  # of this basis [L, H_kv, D, D]
+    pruned_values: ChannelMask | None = None
 
     def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
         model: Any
         cache: Any
         model, cache = super().start(prefill)
-        assert self.value_widths is not None and self.value_basis is not None
-        assert self.channel_masks is not None
-        kept = self.channel_masks.sum(-1).tolist()
-        layouts = cut_layers(kept, self.value_widths.tolist(), self.channel_masks.shape[-1])
-        for layer, layout, basis in zip(cache.pruned_layers, layouts, self.value_basis, strict=True):
-            layer.layout, layer.value_basis = layout, basis
+        if (own := self.pruned_values) is not None and self.channel_masks is not None:
+            assert own.value_widths is not None and own.value_basis is not None
+            kept, head_dim = self.channel_masks.sum(-1).tolist(), self.channel_masks.shape[-1]
+            layouts = cut_layers(kept, own.value_widths.tolist(), head_dim)
+            for layer, layout, basis in zip(cache.pruned_layers, layouts, own.value_basis, strict=True):
+                layer.layout, layer.value_basis = layout, basis
         return model, cache
