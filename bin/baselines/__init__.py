@@ -14,12 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bin.baselines import kivi, snapkv
+from bin.baselines import int4, kivi, quest, snapkv
 from bin.baselines.compared_cache import Compared, ComparedLayer, Prompts
-from bin.baselines.int4 import HadamardLayer
-from bin.baselines.kivi import KiviLayer
-from bin.baselines.quest import QuestLayer
-from bin.baselines.snapkv import SnapKVLayer
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.names import BASELINES
@@ -37,21 +33,23 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "int4+hadamard": Method({"int4+hadamard": HadamardLayer}),
+    "int4+hadamard": Method({"int4+hadamard": int4.HadamardLayer}),
     "kivi": Method(
-        {"kivi": KiviLayer}, {"kivi+window": partial(KiviLayer, in_window=True)}, kivi.RESIDUAL_LENGTH
+        {"kivi": kivi.KiviLayer},
+        {"kivi+window": partial(kivi.KiviLayer, in_window=True)},
+        kivi.RESIDUAL_LENGTH,
     ),
     "quest": Method(
         {
-            f"quest-{size}{suffix}": partial(QuestLayer, page_size=size, per_kv_head=bool(suffix))
+            f"quest-{size}{suffix}": partial(quest.QuestLayer, page_size=size, per_kv_head=bool(suffix))
             for size in (16, 64)
             for suffix in ("", "-kv")
         }
     ),
     "snapkv": Method(
         {
-            f"snapkv-{snapkv.CAPACITY}": partial(SnapKVLayer, capacity=snapkv.CAPACITY),
-            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(SnapKVLayer, capacity=snapkv.PAPER_SHARE),
+            f"snapkv-{snapkv.CAPACITY}": partial(snapkv.SnapKVLayer, capacity=snapkv.CAPACITY),
+            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(snapkv.SnapKVLayer, capacity=snapkv.PAPER_SHARE),
         },
         query_window=snapkv.QUERY_WINDOW,
     ),

@@ -101,26 +101,19 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor, pruning: Pruning) ->
     channel_mask, sink_size, num_pruned, value_widths = pruning
     queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G * d, D]: queries are rows
     num_new, per_head = query.shape[2], query.shape[1] // keys.shape[1]
-    out = torch.empty_like(queries)
-    stop = sink_size + num_pruned
-    seeing = channel_mask.any(-1)
-    blind = ~seeing
-    if seeing.any():
-        cut, cut_values = keys[:, seeing], values[:, seeing]
-        cut[:, :, sink_size:stop] *= channel_mask[seeing][None, :, None]
-        if value_widths is not None:
-            stays = torch.arange(out.shape[-1]) < torch.tensor(value_widths)[:, None]
-            cut_values[:, :, sink_size:stop] *= stays.to(out.device)[seeing][None, :, None]
-        out[:, seeing] = functional.scaled_dot_product_attention(
-            queries[:, seeing], cut, cut_values, causal_mask(num_new, cut, per_head)
-        )
-    if blind.any():
-        window = [
-            torch.cat([states[:, blind, :sink_size], states[:, blind, stop:]], 2) for states in (keys, values)
-        ]
-        out[:, blind] = functional.scaled_dot_product_attention(
-            queries[:, blind], window[0], window[1], causal_mask(num_new, window[0], per_head)
-        )
+    out, pruned = torch.empty_like(queries), slice(sink_size, sink_size + num_pruned)
+    cut, cut_values = keys.clone(), values.clone()
+    cut[:, :, pruned] *= channel_mask[:, None]
+    if value_widths is not None:
+        stays = torch.arange(out.shape[-1]) < torch.tensor(value_widths)[:, None]
+        cut_values[:, :, pruned] *= stays[:, None].to(out.device)
+    window, seeing = torch.ones(keys.shape[2], dtype=torch.bool), channel_mask.any(-1)
+    window[pruned] = False
+    for heads, tokens in ((seeing, slice(None)), (~seeing, window)):
+        if heads.any():
+            own, own_values = cut[:, heads][:, :, tokens], cut_values[:, heads][:, :, tokens]
+            mask = causal_mask(num_new, own, per_head)
+            out[:, heads] = functional.scaled_dot_product_attention(queries[:, heads], own, own_values, mask)
     return out.view_as(query)
 
 

@@ -17,17 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from bin.benchmarks import measuring
 from bin.benchmarks.decode_attention import pruned_length, read_peers
-from bin.benchmarks.measuring import (
-    Stopwatch,
-    Timing,
-    attempt,
-    capture,
-    measure_read_bandwidth,
-    release_memory,
-    synchronize,
-    time_replays,
-)
 from bin.benchmarks.random_models import (
     COMPILED,
     DENSE,
@@ -107,7 +98,7 @@ def benchmark_generate(
     sides = {name: side for name, side in own.items() if name in (OURS, *named)}
     with checked_models(sides, max(prompt for _, prompt, _ in cases), report) as models:
         if models.check["ok"]:
-            bandwidth = measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
+            bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
             measured = {"read_bandwidth": bandwidth, "drafts": drafts}
             bench = _Bench(models, named, bandwidth, rounds, drafts)
             for case in cases:
@@ -126,16 +117,16 @@ class _Bench:
         self._rounds, self._drafts, self._named = rounds, drafts, named
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
-        self._refused = {name: why for name in named if (why := attempt(self._prepare, name))}
+        self._refused = {name: why for name in named if (why := measuring.attempt(self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
         """Measure all sides one after the other; a peer that fails has a reason and no figures."""
         prompt = random_prompt(self._shared.ours, batch_size, num_prompt)
-        release_memory(self._setup.device)
+        measuring.release_memory(self._setup.device)
         sides = {OURS: self._measure(OURS, prompt, num_new)}
         for name in self._named:
-            release_memory(self._setup.device)
-            sides[name] = self._refused.get(name) or attempt(self._measure, name, prompt, num_new)
+            measuring.release_memory(self._setup.device)
+            sides[name] = self._refused.get(name) or measuring.attempt(self._measure, name, prompt, num_new)
         ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
         sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
         return {**sizes, "sides": sides, "ratios": ratios}
@@ -203,7 +194,7 @@ def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int)
     return {"weights": sum(weight.nbytes for weight in read), "cache": batch_size * row}
 
 
-def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> Timing:
+def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> measuring.Timing:
     """Time the step of a LeanK model behind a prompt `[B, S]`: replays of the graph that it captured.
 
     It verifies so many drafted tokens, all of which stay in the cache.
@@ -218,7 +209,7 @@ def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> Timing:
 
     for _ in range(_STEPS_TO_CAPTURE):
         step()
-    return time_replays(cache.graph.captured_step, step, model.device, rounds=_REPLAYS)
+    return measuring.time_replays(cache.graph.captured_step, step, model.device, rounds=_REPLAYS)
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -271,11 +262,11 @@ class GraphedDense:
             graph.replay()
         return CausalLMOutputWithPast(logits=logits[-1].clone(), **{CACHE: options[CACHE]})
 
-    def time_step(self, prompt: Tensor) -> Timing:
+    def time_step(self, prompt: Tensor) -> measuring.Timing:
         """Time the step behind a prompt `[B, S]`, by replays if it was captured."""
         cache = self(prompt, logits_to_keep=1)[CACHE]
         graph, step, _ = self._capture(prompt[:, -1:], cache)
-        return time_replays(graph, step, prompt.device, rounds=_REPLAYS)
+        return measuring.time_replays(graph, step, prompt.device, rounds=_REPLAYS)
 
     def _capture(self, token: Tensor, cache: Cache) -> tuple[Any, Callable[[], None], list[Tensor]]:
         """The graph of a step `[B, 1]`, None on the CPU; the step, which may run repeatedly; its logits."""
@@ -290,7 +281,7 @@ class GraphedDense:
             with sdpa_kernel(self._backend) if self._is_on_gpu else nullcontext():
                 logits[:] = [self._dense(token, position_ids=position, **{CACHE: cache}).logits]
 
-        return capture(step, step) if self._is_on_gpu else None, step, logits
+        return measuring.capture(step, step) if self._is_on_gpu else None, step, logits
 
 
 def _name_timing(name: str, timing: Any) -> dict[str, Any]:
@@ -309,14 +300,14 @@ class Generation:
 
 def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
     """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
-    stopwatch = Stopwatch(model.device)
+    stopwatch = measuring.Stopwatch(model.device)
 
     def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mark the moment between a step's forward pass and the choice of its token."""
         stopwatch.mark()
         return scores
 
-    synchronize(model.device)
+    measuring.synchronize(model.device)
     began = time.perf_counter()
     stopwatch.mark()
     output = model.generate(
@@ -329,7 +320,7 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
         return_dict_in_generate=True,
         logits_processor=LogitsProcessorList([mark]),
     )
-    synchronize(model.device)
+    measuring.synchronize(model.device)
     seconds = time.perf_counter() - began
     prefill, *steps = stopwatch.gaps()
     return Generation(seconds, prefill / 1e3, steps, output[CACHE])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bin.benchmarks import measuring
 from bin.benchmarks.decode_attention import (
     CAUSAL_PEERS,
     OWN_DENSE,
@@ -29,13 +30,6 @@ from bin.benchmarks.decode_attention import (
     default_peers,
     pruned_length,
     read_peers,
-)
-from bin.benchmarks.measuring import (
-    attempt,
-    copies_needed,
-    measure_read_bandwidth,
-    release_memory,
-    time_calls,
 )
 from bin.benchmarks.random_models import PLAIN_TORCH, Setup, build_model, name_attention
 from bin.benchmarks.tables import Column, Report, number, ratio, share
@@ -73,14 +67,14 @@ def benchmark_kernel(
     named = read_peers(peers, (*own, OWN_DENSE, *PEERS)) if peers else (*own, *default_peers(setup.device))
     report = Report(setup.device, setup.describe())
     with torch.no_grad():
-        bandwidth = measure_read_bandwidth(setup.device, report, rounds=rounds)
+        bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=rounds)
         bench = _Bench(setup, rounds, bandwidth, report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
         for case in cases:
             results.append(bench.run_case(named, *case))
             _print_case(report, results[-1])
-            release_memory(setup.device)
+            measuring.release_memory(setup.device)
     return report.document(
         "kernel",
         ok=all(case["ok"] for case in results),
@@ -157,9 +151,9 @@ class _Bench:
 
     def _attempt(self, name: str, states: _States, truth: AttentionTruth) -> dict[str, Any]:
         """Measure a peer; one that fails has a reason in place of figures."""
-        found = {"milliseconds": None, "check": None, **attempt(self._measure_peer, name, states, truth)}
-        release_memory(self.setup.device)
-        return found
+        found = measuring.attempt(self._measure_peer, name, states, truth)
+        measuring.release_memory(self.setup.device)
+        return {"milliseconds": None, "check": None, **found}
 
     def _measure_peer(self, name: str, states: _States, truth: AttentionTruth) -> dict[str, Any]:
         if name in self.models:
@@ -209,9 +203,9 @@ class _Bench:
         """Check a call and time it, in turns with others so that the L2 cache holds nothing of them."""
         check, figures = truth.check(attend, query), {}
         if check["ok"]:
-            others = copies_needed(num_bytes, self.l2_bytes) - 1
+            others = measuring.copies_needed(num_bytes, self.l2_bytes) - 1
             calls = [attend, *(prepare() for _ in range(others))]
-            timing = time_calls(calls, self.setup.device, rounds=self.rounds)
+            timing = measuring.time_calls(calls, self.setup.device, rounds=self.rounds)
             figures = {**asdict(timing), **self._speed(num_bytes, timing.milliseconds)}
             figures["copies"] = len(calls)
             check = truth.check(attend, query)  # of the same memory, after it was read thousands of times

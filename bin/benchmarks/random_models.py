@@ -168,15 +168,12 @@ def _prune_values(mask: ChannelMask, part: float, origin: str) -> ChannelMask:
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
     """Make a mask whose widths are spread as in a learned one and whose channels are random."""
     facts = geometry.facts
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim, dtype=torch.bool)
-    for layer in range(facts.num_hidden_layers):
-        for head in range(facts.num_key_value_heads):
-            # Shifted by layer, so that layers differ as they do in a learned mask.
-            quarters = _SYNTHETIC_QUARTERS[(head + 3 * layer) % len(_SYNTHETIC_QUARTERS)]
-            kept = torch.randperm(facts.head_dim, generator=generator)[: quarters * facts.head_dim // 4]
-            mask[layer, head, kept] = True
-    return ChannelMask(mask)
+    layers, heads, channels = facts.mask_shape
+    # Shifted by layer, so that layers differ as they do in a learned mask.
+    places = (torch.arange(heads) + 3 * torch.arange(layers)[:, None]) % len(_SYNTHETIC_QUARTERS)
+    widths = torch.tensor(_SYNTHETIC_QUARTERS)[places] * channels // 4
+    order = torch.rand(facts.mask_shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    return ChannelMask(order < widths[..., None])
 
 
 def build_model(setup: Setup, device: torch.device | None = None) -> Any:

@@ -208,7 +208,7 @@ def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any
     try:
         with _most_running(url) as most:
             said = bench([*map(str, sum(arguments.items(), ())), "--ignore-eos", "--disable-tqdm"])
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise LeanKError(f"`vllm bench serve` failed: {first_line(error)}", exit_code=1) from error
     if said["completed"] != load.requests:
         raise LeanKError(

@@ -38,7 +38,7 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = 
         config.tie_word_embeddings = True
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        found = load_gguf_checkpoint(str(gguf), True, model, torch.bfloat16)
+        found = load_gguf_checkpoint(str(gguf), True, model, torch.bfloat16)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever packages of other releases make of the file
         raise LeanKError(
             f"package `gguf` cannot read `{gguf}`: {first_line(error)}", hint="run bin/setup"
@@ -49,7 +49,7 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = 
         "lm_head.weight", weights["model.embed_tokens.weight"]
     )
     model.load_state_dict(weights, assign=True)
-    tokenizer = _build_tokenizer(
+    tokenizer: Any = _build_tokenizer(
         found["tokenizer"],
         chat_template=found["tokenizer_config"]["chat_template"],
         model_max_length=config.max_position_embeddings,
@@ -64,11 +64,12 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = 
         (folder / file).write_text(json.dumps(written, indent=2) + "\n")
 
 
-def _build_tokenizer(described: Mapping[str, Any], **settings: Any) -> PreTrainedTokenizerFast:
+def _build_tokenizer(described: Mapping[str, Any], **settings: Any) -> Any:
     """The tokenizer that a file describes; a token that is unused is none of its tokens."""
     tokens, kinds = described["tokens"], described["token_type"]
     vocabulary = {token: place for place, token in enumerate(tokens) if kinds[place] != _UNUSED}
-    merges = [tuple(pair.split(" ")) for pair in described["merges"]]
+    merges: Any = [tuple(pair.split(" ")) for pair in described["merges"]]
+    tokenizer: Any
     names: dict[str, Any] = {"unk_token": None}
     for name in ("bos", "eos", "pad", "unk"):
         if (place := described.get(f"{name}_token_id")) is not None:
@@ -81,7 +82,7 @@ def _build_tokenizer(described: Mapping[str, Any], **settings: Any) -> PreTraine
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
         backend.decoder = decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names, **settings)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names, **settings)  # type: ignore[no-untyped-call]
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kinds[place] == _CONTROL)

@@ -31,7 +31,7 @@ import transformers
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bin.testbed.held_out import exact_match, measure_all, render_table
+from bin.testbed.held_out import measure_all, render_table
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -49,7 +49,7 @@ from leank_convert.testbed.tasks import (
 from leank_convert.tokenizer import load_tokenizer
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
-_READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device
+_READ_LOSSES_EVERY, _POINT_EVERY = 20, 200  # steps; reading a loss waits for the device
 _HELD_OUT_COUNT = 1024  # prompts a cell
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -257,11 +257,6 @@ def _fit(model: PreTrainedModel, plan: TrainingPlan) -> list[dict[str, float]]:
             "length": LENGTHS[curriculum.stage],
             "loss": round(sum(losses) / len(losses), 5),
         }
-        if step % _MEASURE_EVERY == 0:
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                for task, two_words in itertools.product(TASKS, (False, True)):
-                    name = f"{task}{'_two_words' if two_words else ''}_2048"
-                    point[name] = exact_match(model, task, 2048, two_word_names=two_words, count=96, seed=1)
         curve.append(point)
         logger.info(json.dumps(point))
     return curve

@@ -33,8 +33,9 @@ def pack(model: RealModel, gguf: Path, folder: Path) -> RealModel:
     size = -(-len(content) // len(model.packages))
     folder.mkdir(exist_ok=True)
     for number, package in enumerate(model.packages):
-        info = f"{package.name.replace('-', '_')}-{package.version}.dist-info"
-        about = f"Metadata-Version: 2.1\nName: {package.name}\nVersion: {package.version}\n"
+        info = f"{package.wheel.removesuffix('-py3-none-any.whl')}.dist-info"
+        name, _, version = package.requirement.partition("==")
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         with zipfile.ZipFile(folder / package.wheel, "w") as archive:
             archive.writestr(package.member, content[number * size : (number + 1) * size])
             archive.writestr(f"{info}/METADATA", about)
