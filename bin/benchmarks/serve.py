@@ -23,7 +23,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,11 +66,11 @@ class Load:
     prompt: int
     new: int
     requests: int
-    at_once: int | None = None
+    concurrency: int | None = None
 
     def describe(self) -> str:
         """As a table is headed."""
-        asked = f"{self.at_once} at a time" if self.at_once else "all at once"
+        asked = f"{self.concurrency} at a time" if self.concurrency else "all at once"
         return f"prompt {self.prompt}, {self.new} new tokens, {self.requests} requests, {asked}"
 
 
@@ -203,8 +203,8 @@ def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any
         "--num-prompts": load.requests,
         "--num-warmups": 1,
     }
-    if load.at_once is not None:
-        arguments["--max-concurrency"] = load.at_once
+    if load.concurrency is not None:
+        arguments["--max-concurrency"] = load.concurrency
     try:
         with _most_running(url) as most:
             said = bench([*map(str, sum(arguments.items(), ())), "--ignore-eos", "--disable-tqdm"])
@@ -217,10 +217,7 @@ def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any
             exit_code=1,
         )
     return {
-        "prompt": load.prompt,
-        "new": load.new,
-        "requests": load.requests,
-        "concurrency": load.at_once,
+        **asdict(load),
         "most_running": max(most),
         "seconds": said["duration"],
         "output_tokens_per_second": said["output_throughput"],
