@@ -32,7 +32,7 @@ from bin.benchmarks.decode_attention import (
     read_peers,
 )
 from bin.benchmarks.random_models import PLAIN_TORCH, Setup, build_model, name_attention
-from bin.benchmarks.tables import Column, Report, number, ratio, share
+from bin.benchmarks.tables import REPLAYED, Column, Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
 OURS, OWN_DTYPE = "leank", "leank-own-dtype"
@@ -223,7 +223,8 @@ class _Bench:
         if not ok:
             return {"ok": ok, "milliseconds": None, "bytes": num_bytes}
         mean = fmean(each["milliseconds"] for each in layers)
-        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "method": layers[0]["method"]}
+        method = max((each["method"] for each in layers), key=REPLAYED.__ne__)  # any other before it
+        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "method": method}
         return {**found, **self._speed(num_bytes, mean)}
 
 
