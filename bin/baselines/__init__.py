@@ -14,12 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bin.baselines import kivi, snapkv
+from bin.baselines import int4, kivi, quest, snapkv
 from bin.baselines.compared_cache import Compared, ComparedLayer, Prompts
-from bin.baselines.int4 import HadamardLayer
-from bin.baselines.kivi import KiviLayer
-from bin.baselines.quest import QuestLayer
-from bin.baselines.snapkv import SnapKVLayer
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
 from leank_convert.evaluate.names import BASELINES
@@ -37,21 +33,23 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "int4+hadamard": Method({"int4+hadamard": HadamardLayer}),
+    "int4+hadamard": Method({"int4+hadamard": int4.HadamardLayer}),
     "kivi": Method(
-        {"kivi": KiviLayer}, {"kivi+window": partial(KiviLayer, in_window=True)}, kivi.RESIDUAL_LENGTH
+        {"kivi": kivi.KiviLayer},
+        {"kivi+window": partial(kivi.KiviLayer, in_window=True)},
+        kivi.RESIDUAL_LENGTH,
     ),
     "quest": Method(
         {
-            f"quest-{size}{suffix}": partial(QuestLayer, page_size=size, per_kv_head=bool(suffix))
+            f"quest-{size}{suffix}": partial(quest.QuestLayer, page_size=size, per_kv_head=bool(suffix))
             for size in (16, 64)
             for suffix in ("", "-kv")
         }
     ),
     "snapkv": Method(
         {
-            f"snapkv-{snapkv.CAPACITY}": partial(SnapKVLayer, capacity=snapkv.CAPACITY),
-            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(SnapKVLayer, capacity=snapkv.PAPER_SHARE),
+            f"snapkv-{snapkv.CAPACITY}": partial(snapkv.SnapKVLayer, capacity=snapkv.CAPACITY),
+            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(snapkv.SnapKVLayer, capacity=snapkv.PAPER_SHARE),
         },
         query_window=snapkv.QUERY_WINDOW,
     ),
@@ -62,14 +60,10 @@ COMPARED = ("fp8", "int4", *METHODS)
 def make_variants(
     name: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
 ) -> list[Variant]:
-    """Make a method's variants, one for every setting that is reported, alone or on LeanK's kept channels.
+    """Make a method's variants, one for every setting that is reported, on LeanK's kept channels or `alone`.
 
-    Args:
-        name: One of `COMPARED`.
-        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
-        alone: Whether the method has all channels instead.
-        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; other methods alone are as they
-            were published.
+    The method is one of `COMPARED`; masks are in the checkpoint's head order, bool [L, H_kv, D], as is the
+    mean that comes off LeanK's keys. Methods alone are as they were published, with all channels.
     """
     if name not in METHODS:
         return [rounded_variant(name, channel_masks, alone=alone, key_mean=key_mean)]
@@ -95,12 +89,8 @@ def _compare(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
                 f"`{name}` is not known of a model with layers that are not pruned, as this one has",
                 hint="take a variant that the package has, such as window, think, fp8 or int4",
             )
-        return make_variants(
-            method,
-            evaluated.channel_masks,
-            alone=name == method,
-            key_mean=evaluated.key_mean,
-        )
+        masks, mean = evaluated.channel_masks, evaluated.key_mean
+        return make_variants(method, masks, alone=name == method, key_mean=mean)
 
     return find
 

@@ -34,9 +34,7 @@ class Prompts:
     keys: Tensor  # after RoPE, without padding: a row's token i at column i, then anything [B, H_kv, N, D]
     values: Tensor  # likewise
     lengths: list[int]  # tokens of each row
-    queries: (
-        Tensor  # the prompts' last queries, the last one at the end [B, H, W, D]; W is 0 if none are wanted
-    )
+    queries: Tensor  # the prompts' last queries, the last one at the end [B, H, W, D]; W may be 0
     softmax_scale: float  # the model's factor on the logits
     channel_mask: Tensor  # channels that are kept of tokens which are not whole, bool [H_kv, D]
     rows: Any  # the LeanK cache's counters, shared by all layers
@@ -46,11 +44,8 @@ class Prompts:
 class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer; this class prunes channels as LeanK does, and does nothing else.
 
-    Attributes:
-        keys: Of all tokens [B, H_kv, N, D], N at least the longest row's length.
-        values: Likewise.
-        lengths: Tokens of each row.
-        widths: Kept channels of each head [H_kv].
+    Its keys and values are those of all tokens [B, H_kv, N, D], N at least the longest of its rows'
+    `lengths`; `widths` [H_kv] are kept channels.
     """
 
     def __init__(self, prompts: Prompts) -> None:
@@ -71,15 +66,10 @@ class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return seen
 
     def chosen(self, query: Tensor, seen: Tensor, whole: Tensor) -> Tensor:
-        """Which tokens are read for each query.
+        """Which tokens are read for each query, bool [B, H_kv or 1, G or 1, N].
 
-        Args:
-            query: Scaled, float32 [B, H_kv, G, D].
-            seen: The row's tokens, bool [B, 1, 1, N].
-            whole: Those among them that keep every channel, of the same shape.
-
-        Returns:
-            Bool [B, H_kv or 1, G or 1, N].
+        Queries are scaled, float32 [B, H_kv, G, D]; `seen` are the row's tokens, bool [B, 1, 1, N], `whole`
+        those among them that keep every channel.
         """
         return self.held(seen[:, 0])[:, :, None]
 
@@ -230,27 +220,18 @@ class Compared:
             aligned = [
                 states.gather(2, order[:, None, :, None].expand_as(states)) for states in (keys, values)
             ]
-            key_mean = None
-            if self.key_mean is not None:
-                key_mean = self.key_mean[index][:, None].to(keys.device, torch.float32)
-            queries = (
-                prefill.queries[index][:, :, -self.query_window :] if self.query_window else keys[:, :, :0]
-            )
+            mean = None if self.key_mean is None else self.key_mean[index][:, None].to(keys.device).float()
+            window = self.query_window
             prompts = Prompts(
                 index=index,
-                keys=centre(aligned[0], key_mean),
+                keys=centre(aligned[0], mean),
                 values=aligned[1],
                 lengths=lengths,
-                queries=queries,
-                softmax_scale=_softmax_scale(prefill.model, index),
+                queries=prefill.queries[index][:, :, -window:] if window else keys[:, :, :0],
+                softmax_scale=prefill.model.get_decoder().layers[index].self_attn.scaling,
                 channel_mask=self.channel_masks[index].to(keys.device),
                 rows=rows,
-                key_mean=key_mean,
+                key_mean=mean,
             )
             layers.append(self.make_layer(prompts))
         return prefill.model, ComparedCache(layers)
-
-
-def _softmax_scale(model: Any, index: int) -> float:
-    """The factor on a layer's logits."""
-    return float(model.get_decoder().layers[index].self_attn.scaling)

@@ -19,7 +19,6 @@ from torch import Tensor
 from bin.baselines.compared_cache import ComparedLayer, Prompts
 
 BITS, CHUNK_SIZE = 4, 32
-_LARGEST_CODE = (1 << BITS) - 1
 
 
 class HadamardLayer(ComparedLayer):  # type: ignore[no-untyped-call]
@@ -66,62 +65,41 @@ class HadamardLayer(ComparedLayer):  # type: ignore[no-untyped-call]
 
 
 def assign_chunks(channel_mask: Tensor) -> Tensor:
-    """Say which chunk each channel lies in: kept ones in the first, in order, then dropped ones.
-
-    Args:
-        channel_mask: True where a channel is kept, bool [H_kv, D].
-
-    Returns:
-        Int64 [H_kv, D]; a head's chunks are counted from 0.
-    """
+    """Chunk of each channel [H_kv, D], from 0 in each head: kept ones, by the mask, in the first ones."""
     places = torch.where(channel_mask, channel_mask.cumsum(-1), (~channel_mask).cumsum(-1)) - 1
     kept_chunks = -(-channel_mask.sum(-1, keepdim=True) // CHUNK_SIZE)
     return places // CHUNK_SIZE + torch.where(channel_mask, 0, kept_chunks)
 
 
 def hadamard(chunks: Tensor) -> Tensor:
-    """Build a matrix for each head that rotates every chunk within itself, and is its own inverse.
-
-    Args:
-        chunks: Which chunk each channel lies in [H_kv, D].
-
-    Returns:
-        Float32 [H_kv, D, D].
-    """
+    """Matrices [H_kv, D, D] that rotate every chunk [H_kv, D] within itself, each its own inverse."""
     matrices = torch.zeros(*chunks.shape, chunks.shape[1], device=chunks.device)
     for matrix, of_head in zip(matrices, chunks, strict=True):
         for chunk in of_head.unique():
             channels = (of_head == chunk).nonzero().flatten()
             while len(channels):
-                size = 1 << (len(channels).bit_length() - 1)
-                block = torch.ones(1, 1)
-                while len(block) < size:
-                    block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), block)
-                taken, channels = channels[:size], channels[size:]
-                matrix[taken[:, None], taken] = (block * size**-0.5).to(matrix.device)
+                block = torch.ones(1, 1, device=chunks.device)
+                while 2 * len(block) <= len(channels):
+                    block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+                taken, channels = channels[: len(block)], channels[len(block) :]
+                matrix[taken[:, None], taken] = block * len(block) ** -0.5
     return matrices
 
 
-def quantise(states: Tensor, chunks: Tensor) -> Tensor:
-    """Round numbers to the nearest of sixteen evenly spaced ones, of which the outer two are the extremes.
+def quantise(states: Tensor, chunks: Tensor, bits: int = BITS) -> Tensor:
+    """Round numbers [..., H_kv, S, D] to the nearest of 2^bits evenly spaced ones, and give these back.
 
-    Args:
-        states: [B, H_kv, S, D].
-        chunks: Which channels share extremes [H_kv, D].
-
-    Returns:
-        What the codes stand for, in the dtype of `states`.
+    The outer two are the extremes of a chunk of channels, `chunks` [H_kv, D].
     """
-    index = chunks[:, None].expand(states.shape)
+    index, most = chunks[:, None].expand(states.shape), torch.finfo(states.dtype).max
     shape = *states.shape[:-1], int(chunks.max()) + 1
 
     def extreme(reduce: str) -> Tensor:
         empty = states.new_empty(shape)
-        return empty.scatter_reduce(-1, index, states, reduce, include_self=False).gather(-1, index)
+        return empty.scatter_reduce(-1, index, states, reduce, include_self=False).gather(-1, index).float()
 
-    least = extreme("amin").float()
-    step = ((extreme("amax").float() - least) / _LARGEST_CODE).to(states.dtype).float()
+    least, largest_code = extreme("amin"), (1 << bits) - 1
+    step = ((extreme("amax") - least) / largest_code).to(states.dtype).float()
     # Of equal numbers the step is 0, and any code does.
-    codes = ((states.float() - least) / step).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
-    most = torch.finfo(states.dtype).max
+    codes = ((states.float() - least) / step).nan_to_num(0).round().clamp(0, largest_code)
     return (codes * step + least).to(states.dtype).clamp(-most, most)

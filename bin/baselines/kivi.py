@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 
 from bin.baselines.compared_cache import ComparedLayer, Prompts
+from bin.baselines.int4 import quantise
 
 BITS, GROUP_SIZE, RESIDUAL_LENGTH = 2, 32, 128
-_LARGEST_CODE = (1 << BITS) - 1
 
 
 class KiviLayer(ComparedLayer):  # type: ignore[no-untyped-call]
-    """A layer whose older tokens are rounded.
-
-    Args:
-        prompts: What it holds.
-        in_window: Whether dropped channels, and V of heads that keep none, are rounded as well.
-    """
+    """A layer whose older tokens are rounded; `in_window` dropped channels, and V of heads without K, too."""
 
     def __init__(self, prompts: Prompts, in_window: bool = False) -> None:
         super().__init__(prompts)
@@ -64,29 +59,17 @@ class KiviLayer(ComparedLayer):  # type: ignore[no-untyped-call]
     def _round_keys(self, row: int, start: int, stop: int) -> None:
         if stop > start:  # else there are no groups
             tokens = self.keys[row, :, start:stop]
-            rounded = quantise(torch.unflatten(tokens, 1, (-1, GROUP_SIZE)), dim=2).flatten(1, 2)
+            rounded = _round_in_groups(tokens.mT).mT
             chosen = self.channel_mask[:, None] | self._in_window
             tokens.copy_(torch.where(chosen, rounded, tokens))
 
     def _rounded_values(self, tokens: Tensor) -> Tensor:
         """Round V of some tokens [..., H_kv, S, D]."""
-        groups = torch.split(tokens, GROUP_SIZE, dim=-1)
-        rounded = torch.cat([quantise(group, dim=-1) for group in groups], dim=-1)
-        return torch.where((self.widths > 0)[:, None, None] | self._in_window, rounded, tokens)
+        chosen = (self.widths > 0)[:, None, None] | self._in_window
+        return torch.where(chosen, _round_in_groups(tokens), tokens)
 
 
-def quantise(states: Tensor, dim: int) -> Tensor:
-    """Round numbers to the nearest of four evenly spaced ones, of which the outer two are the extremes.
-
-    Args:
-        states: Numbers.
-        dim: The dimension whose entries share extremes.
-
-    Returns:
-        What the codes stand for, in the dtype of `states`.
-    """
-    least, most = states.amin(dim, keepdim=True), states.amax(dim, keepdim=True)
-    step = (most - least) / _LARGEST_CODE
-    # Of equal numbers the step is 0, and any code does.
-    codes = ((states - least).float() / step.float()).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
-    return (codes * step.float() + least.float()).to(states.dtype)
+def _round_in_groups(states: Tensor) -> Tensor:
+    """Round numbers [..., H_kv, N, M] in groups of the last dimension."""
+    groups = torch.arange(states.shape[-1], device=states.device) // GROUP_SIZE
+    return quantise(states, groups.expand(states.shape[-3], -1), BITS)

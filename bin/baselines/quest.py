@@ -21,14 +21,7 @@ TOKEN_BUDGET, DENSE_LAYERS, LEAST_PAGES = 1024, 2, 3
 
 
 class QuestLayer(ComparedLayer):  # type: ignore[no-untyped-call]
-    """A layer that reads some pages.
-
-    Args:
-        prompts: What it holds.
-        page_size: Tokens of a page.
-        per_kv_head: Whether the queries of a KV head choose together.
-        token_budget: Tokens of all pages that are read.
-    """
+    """A layer that reads some pages, of `token_budget` together; of a KV head queries may choose as one."""
 
     def __init__(
         self,
@@ -73,16 +66,9 @@ class QuestLayer(ComparedLayer):  # type: ignore[no-untyped-call]
 
 
 def page_scores(query: Tensor, keys: Tensor, seen: Tensor, page_size: int) -> Tensor:
-    """Bound each page's largest logit from above.
+    """Bound each page's largest logit from above [B, H_kv, G, pages]; the lowest there is without tokens.
 
-    Args:
-        query: [B, H_kv, G, D].
-        keys: [B, H_kv, N, D].
-        seen: Which tokens there are, bool [B, 1, N].
-        page_size: Tokens of a page.
-
-    Returns:
-        [B, H_kv, G, pages]; of a page without tokens the lowest there is.
+    Queries are [B, H_kv, G, D], keys [B, H_kv, N, D], and `seen` says which tokens there are, bool [B, 1, N].
     """
     room = -keys.shape[2] % page_size
     keys = torch.nn.functional.pad(keys, (0, 0, 0, room))

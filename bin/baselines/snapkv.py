@@ -20,12 +20,7 @@ PAPER_SHARE = 0.56
 
 
 class SnapKVLayer(ComparedLayer):  # type: ignore[no-untyped-call]
-    """A layer that has dropped tokens of its prompts.
-
-    Args:
-        prompts: What it holds.
-        capacity: Tokens of a prompt that stay, or the share of it.
-    """
+    """A layer that has dropped tokens of its prompts; so many of each stay as `capacity` says, or a share."""
 
     def __init__(self, prompts: Prompts, capacity: int | float = CAPACITY) -> None:
         super().__init__(prompts)
@@ -49,15 +44,9 @@ class SnapKVLayer(ComparedLayer):  # type: ignore[no-untyped-call]
 
 
 def token_scores(queries: Tensor, keys: Tensor, softmax_scale: float) -> Tensor:
-    """Score the tokens before the last ones by the attention that these pay them.
+    """Score the tokens before the last W [H_kv, N - W] by the attention that these pay them.
 
-    Args:
-        queries: Of the last tokens [H_kv, G, W, D].
-        keys: Of all tokens [H_kv, N, D].
-        softmax_scale: Factor on the logits.
-
-    Returns:
-        [H_kv, N - W].
+    Queries are those of the last tokens [H_kv, G, W, D], keys those of all [H_kv, N, D].
     """
     num_queries, num_tokens = queries.shape[2], keys.shape[1]
     places = torch.arange(num_tokens, device=keys.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -40,6 +39,7 @@ _VALUES = click.option(
     metavar="PART",
     help="Of V that heads keep of pruned tokens, such as 0.5. Default: what the mask says, else all.",
 )
+_SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
 _COUNT = click.IntRange(1, MAX_COUNT)
 _GIGABYTES = FiniteRange(0, 1e6, min_open=True)
 
@@ -87,60 +87,58 @@ def benchmark(debug: bool) -> None:
     configure_logging(debug)
 
 
-def _command(
-    module: str, *options: _Option, shared: tuple[_Option, ...], **defaults: tuple[Any, Any]
-) -> Callable[[Callable[[], None]], click.Command]:
-    """Make a command of a described name, which calls the module's `benchmark_NAME` with a setup.
+def _add(
+    name: str,
+    text: str,
+    *options: _Option,
+    shared: tuple[_Option, ...] = _SHARED,
+    **defaults: tuple[Any, Any],
+) -> None:
+    """Add a command, which calls `benchmark_NAME` of module NAME with a setup, and prints what that returns.
 
-    `defaults` stand where options are left out: usually, and at toy sizes, as a test of the command. The
-    document that is returned is printed; where a check failed, the command exits 1.
+    `defaults` stand where options are left out: usually, and at toy sizes, as a test of the command. Where a
+    check failed, it exits 1.
     """
 
-    def decorate(described: Callable[[], None]) -> click.Command:
-        @functools.wraps(described)
-        def run(
-            mask: str | None = None,
-            geometry: str | None = None,
-            kv_dtype: str | None = None,
-            values: float | None = None,
-            **chosen: Any,
-        ) -> None:
-            if kv_dtype is not None and chosen["dtype"] == "float32":
-                # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
-                raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
-            from bin.benchmarks.measuring import choose_benchmark_device
-            from bin.benchmarks.random_models import TOO_LARGE, choose_setup
+    def run(
+        mask: str | None = None,
+        geometry: str | None = None,
+        kv_dtype: str | None = None,
+        values: float | None = None,
+        **chosen: Any,
+    ) -> None:
+        if kv_dtype is not None and chosen["dtype"] == "float32":
+            # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
+            raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
+        from bin.benchmarks.measuring import choose_benchmark_device
+        from bin.benchmarks.random_models import TOO_LARGE, choose_setup
 
-            where = {}
-            if _DEVICE in shared:
-                device = choose_benchmark_device(chosen.pop("device"))
-                where = {"device": device, "dtype": chosen.pop("dtype"), "kv_dtype": kv_dtype}
-                if device.type == "cpu" and not mask:  # there, a real model's shape has to be asked for
-                    geometry = geometry or TOY
-            setup = choose_setup(mask, geometry, values=values, **where)
-            is_toy = setup.is_toy if where else geometry == TOY
-            for name, usual in defaults.items():
-                chosen[name] = chosen[name] or usual[is_toy]
-            measure = getattr(import_module(f"bin.benchmarks.{module}"), f"benchmark_{described.__name__}")
-            with out_of_memory(*TOO_LARGE):
-                document = measure(setup, **chosen)
-            click.echo(json.dumps(document, allow_nan=False))
-            if not document["ok"]:
-                sys.exit(1)
+        where = {}
+        if _DEVICE in shared:
+            device = choose_benchmark_device(chosen.pop("device"))
+            where = {"device": device, "dtype": chosen.pop("dtype"), "kv_dtype": kv_dtype}
+            if device.type == "cpu" and not mask:  # there, a real model's shape has to be asked for
+                geometry = geometry or TOY
+        setup = choose_setup(mask, geometry, values=values, **where)
+        is_toy = setup.is_toy if where else geometry == TOY
+        for option, usual in defaults.items():
+            chosen[option] = chosen[option] or usual[is_toy]
+        measure = getattr(import_module(f"bin.benchmarks.{name}"), f"benchmark_{name}")
+        with out_of_memory(*TOO_LARGE):
+            document = measure(setup, **chosen)
+        click.echo(json.dumps(document, allow_nan=False))
+        if not document["ok"]:
+            sys.exit(1)
 
-        decorated: Callable[..., Any] = run
-        for option in reversed((*shared, *options)):
-            decorated = option(decorated)
-        return benchmark.command()(decorated)
-
-    return decorate
+    command: Callable[..., Any] = run
+    for option in reversed((*shared, *options)):
+        command = option(command)
+    benchmark.command(name, help=text)(command)
 
 
-_SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
-
-
-@_command(
+_add(
     "kernel",
+    "Decode attention of a mask's layers against dense decode attention of others.",
     _sizes(
         "--case cases",
         "batch x tokens",
@@ -156,16 +154,12 @@ _SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
     ),
     _VALUES,
     _rounds("21, on the CPU 3"),
-    shared=_SHARED,
     cases=([(64, 32768)], [(2, 64)]),
     rounds=(21, 3),
 )
-def kernel() -> None:
-    """Decode attention of a mask's layers against dense decode attention of others."""
-
-
-@_command(
+_add(
     "generate",
+    "A decode step and whole `generate` calls against dense peers on the same random weights.",
     _sizes(
         "--case cases",
         "batch x prompt x new",
@@ -187,7 +181,6 @@ def kernel() -> None:
     ),
     _VALUES,
     _rounds("3"),
-    shared=_SHARED,
     # Batches and lengths at which a decode step is bound by weights, by the cache, or by both.
     cases=(
         [(64, 4096, 128), (8, 32768, 128), (4, 65536, 128), (1, 32768, 128), (1, 131072, 128)],
@@ -195,14 +188,9 @@ def kernel() -> None:
     ),
     rounds=(3, 3),
 )
-def generate() -> None:
-    """A decode step and whole `generate` calls against dense peers on the same random weights."""
-
-
-@_command(
+_add(
     "memory",
-    _sizes("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128."),
-    _sizes("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k."),
+    "Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model.",
     _sizes(
         "--largest",
         "prompt x new",
@@ -210,18 +198,12 @@ def generate() -> None:
         many=True,
     ),
     click.option("--limit", type=_GIGABYTES, help="GB for weights and cache. Default: all there is."),
-    shared=_SHARED,
-    allocated=((32768, 128), (200, 12)),
-    prefill=((4, 32768), (2, 64)),
     largest=([(4096, 1024), (32768, 128)], [(48, 8)]),
     limit=(None, 0.002),  # the toy model and some rows
 )
-def memory() -> None:
-    """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
-
-
-@_command(
+_add(
     "serve",
+    "Requests at once, output tokens a second and latencies of vLLM's server, beside peers.",
     _sizes(
         "--case cases",
         "prompt x new",
@@ -249,38 +231,21 @@ def memory() -> None:
         metavar="NAME,…",
         help="Our stack with nothing pruned; vLLM's dense model; or none.",
     ),
-    shared=_SHARED,
     cases=([(8192, 512)], [(96, 8)]),
     requests=(256, 6),
     concurrency=([1, 8, 32, 64], [2]),
     memory=(40.0, 0.02),
 )
-def serve() -> None:
-    """Requests at once, output tokens a second and latencies of vLLM's server, beside peers."""
-
-
-@_command(
-    "training_step",
+_add(
+    "train",
+    "A training step, with one and with several questions, against its own prefill; and its peak memory.",
     _sizes("--length", "tokens", "Context, question and answer of the timed step. Default: 64k."),
-    click.option(
-        "--questions",
-        type=click.IntRange(1, 1000),
-        help="Questions on one context, beside a single one. Default: 8.",
-    ),
-    _sizes("--question-size", "question x answer", "Tokens of each. Default: 24x40."),
-    _rounds("3, on the CPU 1"),
     shared=(_GEOMETRY, _DEVICE, _DTYPE),
     length=(65536, 96),
-    questions=(8, 3),
-    question_size=((24, 40), (4, 6)),
-    rounds=(3, 1),
 )
-def train() -> None:
-    """A training step, with one and with several questions, against its own prefill; and its peak memory."""
-
-
-@_command(
-    "onnx_step",
+_add(
+    "onnx",
+    "A decode step on onnxruntime against the same exporter's dense graph, on the CPU.",
     _sizes("--length lengths", "tokens", "Cached tokens; repeatable. Default: 4k, 8k, 16k, 32k.", many=True),
     click.option(
         "--weights",
@@ -294,14 +259,10 @@ def train() -> None:
         type=click.IntRange(1, 256),
         help="Of onnxruntime. Default: 2, or as many cores as there are.",
     ),
-    _rounds("21, of a toy 3"),
     shared=(_MASK, _GEOMETRY),
     lengths=([4096, 8192, 16384, 32768], [3, 96]),
     threads=(min(2, os.cpu_count() or 1),) * 2,
-    rounds=(21, 3),
 )
-def onnx() -> None:
-    """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
 
 
 if __name__ == "__main__":

@@ -101,26 +101,19 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor, pruning: Pruning) ->
     channel_mask, sink_size, num_pruned, value_widths = pruning
     queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G * d, D]: queries are rows
     num_new, per_head = query.shape[2], query.shape[1] // keys.shape[1]
-    out = torch.empty_like(queries)
-    stop = sink_size + num_pruned
-    seeing = channel_mask.any(-1)
-    blind = ~seeing
-    if seeing.any():
-        cut, cut_values = keys[:, seeing], values[:, seeing]
-        cut[:, :, sink_size:stop] *= channel_mask[seeing][None, :, None]
-        if value_widths is not None:
-            stays = torch.arange(out.shape[-1]) < torch.tensor(value_widths)[:, None]
-            cut_values[:, :, sink_size:stop] *= stays.to(out.device)[seeing][None, :, None]
-        out[:, seeing] = functional.scaled_dot_product_attention(
-            queries[:, seeing], cut, cut_values, causal_mask(num_new, cut, per_head)
-        )
-    if blind.any():
-        window = [
-            torch.cat([states[:, blind, :sink_size], states[:, blind, stop:]], 2) for states in (keys, values)
-        ]
-        out[:, blind] = functional.scaled_dot_product_attention(
-            queries[:, blind], window[0], window[1], causal_mask(num_new, window[0], per_head)
-        )
+    out, pruned = torch.empty_like(queries), slice(sink_size, sink_size + num_pruned)
+    cut, cut_values = keys.clone(), values.clone()
+    cut[:, :, pruned] *= channel_mask[:, None]
+    if value_widths is not None:
+        stays = torch.arange(out.shape[-1]) < torch.tensor(value_widths)[:, None]
+        cut_values[:, :, pruned] *= stays[:, None].to(out.device)
+    window, seeing = torch.ones(keys.shape[2], dtype=torch.bool), channel_mask.any(-1)
+    window[pruned] = False
+    for heads, tokens in ((seeing, slice(None)), (~seeing, window)):
+        if heads.any():
+            own, own_values = cut[:, heads][:, :, tokens], cut_values[:, heads][:, :, tokens]
+            mask = causal_mask(num_new, own, per_head)
+            out[:, heads] = functional.scaled_dot_product_attention(queries[:, heads], own, own_values, mask)
     return out.view_as(query)
 
 
@@ -202,20 +195,17 @@ class FilledLayer:
         return out
 
 
-def _sdpa(backend: SDPBackend | None) -> Prepare:
-    def prepare(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
-        num_new = query.shape[2]
-        mask = causal_mask(num_new, keys)
-        if mask is not None and query.is_cuda:  # a form that flash attention knows
-            mask = causal_lower_right(num_new, keys.shape[2])
+def _prepare_sdpa(backend: SDPBackend | None, query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+    num_new = query.shape[2]
+    mask = causal_mask(num_new, keys)
+    if mask is not None and query.is_cuda:  # a form that flash attention knows
+        mask = causal_lower_right(num_new, keys.shape[2])
 
-        def attend() -> Tensor:
-            with sdpa_kernel(backend) if backend is not None else nullcontext():
-                return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+    def attend() -> Tensor:
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
-        return attend
-
-    return prepare
+    return attend
 
 
 OWN_DENSE = "leank-all-channels"
@@ -223,9 +213,9 @@ OWN_DENSE = "leank-all-channels"
 CAUSAL_PEERS = (OWN_DENSE, "sdpa-flash", "sdpa")
 PEERS: Mapping[str, Prepare] = MappingProxyType(
     {
-        "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa": _sdpa(None),
+        "sdpa-cudnn": partial(_prepare_sdpa, SDPBackend.CUDNN_ATTENTION),
+        "sdpa-flash": partial(_prepare_sdpa, SDPBackend.FLASH_ATTENTION),
+        "sdpa": partial(_prepare_sdpa, None),
     }
 )
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from transformers import LogitsProcessor, LogitsProcessorList
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, LogitsProcessorList
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bin.benchmarks.decode_attention import read_peers
-from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes, time_own_step
-from bin.benchmarks.measuring import (
-    Stopwatch,
-    attempt,
-    measure_read_bandwidth,
-    release_memory,
-    synchronize,
-)
+from bin.benchmarks import measuring
+from bin.benchmarks.decode_attention import pruned_length, read_peers
 from bin.benchmarks.random_models import (
     COMPILED,
-    LogitsTruth,
+    DENSE,
+    OURS,
     Models,
     Setup,
     build_dense,
@@ -36,8 +34,9 @@ from bin.benchmarks.random_models import (
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
+from leank_convert.head_layout import count_cache_bytes
 
-OURS, ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "leank", "all-channels", "own-dtype", "dense-dynamic"
+ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "all-channels", "own-dtype", "dense-dynamic"
 GRAPHS = {
     "dense-graph-cudnn": SDPBackend.CUDNN_ATTENTION,
     "dense-graph-flash": SDPBackend.FLASH_ATTENTION,
@@ -45,6 +44,15 @@ GRAPHS = {
 PEERS = (ALL_CHANNELS, *GRAPHS, DYNAMIC)
 # Those that are our stack; the last is a peer of an FP8 cache alone.
 _OWN = (OURS, ALL_CHANNELS, OWN_DTYPE)
+# SDPA, for which transformers makes no mask: it knows none for this name. For SDPA's own, release 5.17 makes
+# one while a graph is captured, though a single query needs none, and repeats K and V because there is one.
+UNMASKED_SDPA = "leank_benchmark_sdpa"
+AttentionInterface.register(UNMASKED_SDPA, sdpa_attention_forward)
+
+_REPLAYS = 20
+# Steps that a cache has room for behind the prompt: those that lead to a capture, and replays that append.
+_ROOM = 64
+_STEPS_TO_CAPTURE = 2  # the first of a kind warms up, the next one is captured
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
 _BANDWIDTH_ROUNDS = 21
@@ -86,9 +94,11 @@ def benchmark_generate(
     report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
     measured: dict[str, Any] = {}
-    with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
+    own = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
+    sides = {name: side for name, side in own.items() if name in (OURS, *named)}
+    with checked_models(sides, max(prompt for _, prompt, _ in cases), report) as models:
         if models.check["ok"]:
-            bandwidth = measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
+            bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
             measured = {"read_bandwidth": bandwidth, "drafts": drafts}
             bench = _Bench(models, named, bandwidth, rounds, drafts)
             for case in cases:
@@ -103,44 +113,40 @@ class _Bench:
     def __init__(
         self, models: Models, named: Sequence[str], bandwidth: float, rounds: int, drafts: int | None
     ) -> None:
-        self._setup, self._shared, self._bandwidth, self._rounds = models.setup, models, bandwidth, rounds
-        self._drafts, self._named, setup = drafts, named, models.setup
-        # What each side's cache holds.
-        self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
+        self._setup, self._shared, self._bandwidth = models.sides[OURS], models, bandwidth
+        self._rounds, self._drafts, self._named = rounds, drafts, named
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
-        self._refused = {name: why for name in named if (why := attempt(self._prepare, name))}
+        self._refused = {name: why for name in named if (why := measuring.attempt(self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
         """Measure all sides one after the other; a peer that fails has a reason and no figures."""
         prompt = random_prompt(self._shared.ours, batch_size, num_prompt)
-        release_memory(self._setup.device)
+        measuring.release_memory(self._setup.device)
         sides = {OURS: self._measure(OURS, prompt, num_new)}
         for name in self._named:
-            release_memory(self._setup.device)
-            sides[name] = self._refused.get(name) or attempt(self._measure, name, prompt, num_new)
+            measuring.release_memory(self._setup.device)
+            sides[name] = self._refused.get(name) or measuring.attempt(self._measure, name, prompt, num_new)
         ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
         sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
         return {**sizes, "sides": sides, "ratios": ratios}
 
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
-        self._models[name], truth = self._build(name)
-        check = self._checks[name] = truth.check(self._models[name])
+        self._models[name], truths = self._build(name), self._shared.truths
+        check = self._checks[name] = truths.get(name, truths[DENSE]).check(self._models[name])
         return None if check["ok"] else {"why": "its result is wrong", "check": check}
 
-    def _build(self, name: str) -> tuple[Any, LogitsTruth]:
+    def _build(self, name: str) -> Any:
         shared, setup = self._shared, self._setup
         if name == DYNAMIC:
-            return shared.dense, shared.truth
+            return shared.dense
         if name in GRAPHS:
-            return GraphedDense(
-                build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name]
-            ), shared.truth
-        model = build_own(shared.ours, self._setups[name])
+            return GraphedDense(build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name])
+        model = build_own(shared.ours, self._shared.sides[name])
         if name_attention(model, setup) != shared.attention:
             raise LeanKError("the kernel of this layout cannot be used here")
-        return model, shared.stored_truth if name == ALL_CHANNELS else shared.own_dtype_truth
+        return model
 
     def _measure(self, name: str, prompt: Tensor, num_new: int) -> dict[str, Any]:
         # The first full prompt pays for memory that later ones find in the allocator.
@@ -157,7 +163,7 @@ class _Bench:
                 if self._drafts:
                     figures |= _name_timing("draft", time_own_step(model, prompt, self._drafts))
             figures |= time_generate(model, prompt, num_new, self._rounds)
-        setup = self._setups.get(name) or self._setup.keeping_all().in_own_dtype()
+        setup = self._shared.sides.get(name) or self._setup.keeping_all().in_own_dtype()
         # Weights are the same on all sides; the step is that of the first new token.
         read = count_step_bytes(self._shared.ours, setup, prompt.shape[0], prompt.shape[1] + 1)
         limit = sum(read.values()) / self._bandwidth / 1e6
@@ -172,19 +178,114 @@ class _Bench:
         }
 
 
+def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int) -> dict[str, int]:
+    """Count what a decode step has to read, each byte once: weights, and keys and values by the mask.
+
+    The step's own token is the last of each row's `num_tokens`. Of the embedding's table it reads next to
+    nothing, unless that is the head's too.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    read = (weight for weight in model.parameters() if weight is not embedding or weight is head)
+    mask, head_dim = setup.mask, setup.geometry.facts.head_dim
+    token = count_cache_bytes(mask.widths, head_dim, setup.stored_bytes, value_widths=mask.stored_values)
+    pruned = pruned_length(num_tokens, setup.windows)
+    row = pruned * (token.key_pruned + token.value_pruned)
+    row += (num_tokens - pruned) * (token.key_window + token.value_window)
+    return {"weights": sum(weight.nbytes for weight in read), "cache": batch_size * row}
+
+
+def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> measuring.Timing:
+    """Time the step of a LeanK model behind a prompt `[B, S]`: replays of the graph that it captured.
+
+    It verifies so many drafted tokens, all of which stay in the cache.
+    """
+    cache = model.build_cache()
+    cache.reserve(prompt.shape[1] + _ROOM * (1 + num_drafted))
+    model(prompt, logits_to_keep=1, **{CACHE: cache})
+    tokens = prompt[:, -1:].repeat(1, 1 + num_drafted)
+
+    def step() -> None:
+        model(tokens, **{CACHE: cache})
+
+    for _ in range(_STEPS_TO_CAPTURE):
+        step()
+    return measuring.time_replays(cache.graph.captured_step, step, model.device, rounds=_REPLAYS)
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer `[B, H_kv, capacity, D]`, written in place and seen up to their length."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.capacity, self.length = capacity, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append tokens `[B, H_kv, S, D]`; return all there are."""
+        if self.keys is None or self.values is None:
+            batch_size, num_heads, _, head_dim = key_states.shape
+            shape = batch_size, num_heads, self.capacity, head_dim
+            self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
+            self.is_initialized = True
+        start, self.length = self.length, self.length + key_states.shape[2]
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self.length
+
+
+class GraphedDense:
+    """The stock model over a preallocated cache, called like a model; on a GPU each of its steps is a graph.
+
+    A step is told how many tokens there are by shapes alone, and a mask over room to spare would cost time:
+    it is captured at exactly its length. The model is loaded with `UNMASKED_SDPA`: its rows have no padding.
+    """
+
+    def __init__(self, dense: Any, backend: SDPBackend) -> None:
+        self._dense, self._backend = dense, backend
+        self._is_on_gpu = dense.device.type == "cuda"
+
+    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
+        """Run a prompt `[B, S]`, or a step `[B, 1]` behind one."""
+        if options.get(CACHE) is None:
+            capacity = input_ids.shape[1] + _ROOM
+            options[CACHE] = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
+            return self._dense(input_ids, **options)
+        graph, step, logits = self._capture(input_ids, options[CACHE])
+        if graph is None:
+            step()
+        else:
+            graph.replay()
+        return CausalLMOutputWithPast(logits=logits[-1].clone(), **{CACHE: options[CACHE]})
+
+    def time_step(self, prompt: Tensor) -> measuring.Timing:
+        """Time the step behind a prompt `[B, S]`, by replays if it was captured."""
+        cache = self(prompt, logits_to_keep=1)[CACHE]
+        graph, step, _ = self._capture(prompt[:, -1:], cache)
+        return measuring.time_replays(graph, step, prompt.device, rounds=_REPLAYS)
+
+    def _capture(self, token: Tensor, cache: Cache) -> tuple[Any, Callable[[], None], list[Tensor]]:
+        """The graph of a step `[B, 1]`, None on the CPU; the step, which may run repeatedly; its logits."""
+        length = cache.get_seq_length()
+        position = torch.full((1, 1), length, device=token.device)
+        logits: list[Tensor] = []
+
+        def step() -> None:
+            for layer in cache.layers:
+                assert isinstance(layer, PreallocatedLayer)
+                layer.length = length
+            with sdpa_kernel(self._backend) if self._is_on_gpu else nullcontext():
+                logits[:] = [self._dense(token, position_ids=position, **{CACHE: cache}).logits]
+
+        return measuring.capture(step, step) if self._is_on_gpu else None, step, logits
+
+
 def _name_timing(name: str, timing: Any) -> dict[str, Any]:
     return {f"{name}_milliseconds": timing.milliseconds, name: asdict(timing)}
-
-
-class _StepClock(LogitsProcessor):
-    """Marks the moment between a step's forward pass and the choice of its token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stopwatch = Stopwatch(device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.stopwatch.mark()
-        return scores
 
 
 @dataclass(frozen=True)
@@ -199,10 +300,16 @@ class Generation:
 
 def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
     """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
-    clock = _StepClock(model.device)
-    synchronize(model.device)
+    stopwatch = measuring.Stopwatch(model.device)
+
+    def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mark the moment between a step's forward pass and the choice of its token."""
+        stopwatch.mark()
+        return scores
+
+    measuring.synchronize(model.device)
     began = time.perf_counter()
-    clock.stopwatch.mark()
+    stopwatch.mark()
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -211,11 +318,11 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
         max_new_tokens=num_new,
         pad_token_id=0,
         return_dict_in_generate=True,
-        logits_processor=LogitsProcessorList([clock]),
+        logits_processor=LogitsProcessorList([mark]),
     )
-    synchronize(model.device)
+    measuring.synchronize(model.device)
     seconds = time.perf_counter() - began
-    prefill, *steps = clock.stopwatch.gaps()
+    prefill, *steps = stopwatch.gaps()
     return Generation(seconds, prefill / 1e3, steps, output[CACHE])
 
 
@@ -262,13 +369,12 @@ def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: in
         first, *others = columns.items()
         columns = dict([first, (f"{drafts} drafts", ("draft_milliseconds", number)), *others])
         notes.append("drafts: ms/step with so many drafted tokens to verify; calls are without")
-    rows, timed = [], []
+    rows = []
     for name, side in case["sides"].items():
         label = f"{name} ({attention})" if name in _OWN and attention != COMPILED else name
         faster = case["ratios"].get(name, {})
         rows.append((label, {**side, **faster, "by step": faster.get("replay") or faster.get("step")}))
-        timed += [(f"{label}, {kind}", side[kind]) for kind in ("replay", "draft") if kind in side]
         if side.get("graph", {}).get("why_eager"):
             notes.append(f"{label}: steps of a call are not replayed: {side['graph']['why_eager']}")
     title = f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens"
-    report.table(title, columns, rows, notes, timed=timed)
+    report.table(title, columns, rows, notes)

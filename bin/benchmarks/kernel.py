@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bin.benchmarks import measuring
 from bin.benchmarks.decode_attention import (
     CAUSAL_PEERS,
     OWN_DENSE,
@@ -30,16 +31,8 @@ from bin.benchmarks.decode_attention import (
     pruned_length,
     read_peers,
 )
-from bin.benchmarks.measuring import (
-    attempt,
-    copies_needed,
-    measure_read_bandwidth,
-    outgrow_l2,
-    release_memory,
-    time_calls,
-)
 from bin.benchmarks.random_models import PLAIN_TORCH, Setup, build_model, name_attention
-from bin.benchmarks.tables import Column, Report, number, ratio, share
+from bin.benchmarks.tables import REPLAYED, Column, Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
 OURS, OWN_DTYPE = "leank", "leank-own-dtype"
@@ -74,14 +67,14 @@ def benchmark_kernel(
     named = read_peers(peers, (*own, OWN_DENSE, *PEERS)) if peers else (*own, *default_peers(setup.device))
     report = Report(setup.device, setup.describe())
     with torch.no_grad():
-        bandwidth = measure_read_bandwidth(setup.device, report, rounds=rounds)
+        bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=rounds)
         bench = _Bench(setup, rounds, bandwidth, report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
         for case in cases:
             results.append(bench.run_case(named, *case))
             _print_case(report, results[-1])
-            release_memory(setup.device)
+            measuring.release_memory(setup.device)
     return report.document(
         "kernel",
         ok=all(case["ok"] for case in results),
@@ -158,9 +151,9 @@ class _Bench:
 
     def _attempt(self, name: str, states: _States, truth: AttentionTruth) -> dict[str, Any]:
         """Measure a peer; one that fails has a reason in place of figures."""
-        found = {"milliseconds": None, "check": None, **attempt(self._measure_peer, name, states, truth)}
-        release_memory(self.setup.device)
-        return found
+        found = measuring.attempt(self._measure_peer, name, states, truth)
+        measuring.release_memory(self.setup.device)
+        return {"milliseconds": None, "check": None, **found}
 
     def _measure_peer(self, name: str, states: _States, truth: AttentionTruth) -> dict[str, Any]:
         if name in self.models:
@@ -210,11 +203,11 @@ class _Bench:
         """Check a call and time it, in turns with others so that the L2 cache holds nothing of them."""
         check, figures = truth.check(attend, query), {}
         if check["ok"]:
-            others = copies_needed(num_bytes, self.l2_bytes) - 1
+            others = measuring.copies_needed(num_bytes, self.l2_bytes) - 1
             calls = [attend, *(prepare() for _ in range(others))]
-            timing = time_calls(calls, self.setup.device, rounds=self.rounds)
+            timing = measuring.time_calls(calls, self.setup.device, rounds=self.rounds)
             figures = {**asdict(timing), **self._speed(num_bytes, timing.milliseconds)}
-            figures |= {"copies": len(calls), "beyond_l2": outgrow_l2(num_bytes, len(calls), self.l2_bytes)}
+            figures["copies"] = len(calls)
             check = truth.check(attend, query)  # of the same memory, after it was read thousands of times
         if not check["ok"]:
             figures = {"milliseconds": None, "why": "its result is wrong"}
@@ -230,8 +223,8 @@ class _Bench:
         if not ok:
             return {"ok": ok, "milliseconds": None, "bytes": num_bytes}
         mean = fmean(each["milliseconds"] for each in layers)
-        beyond = all(each["beyond_l2"] for each in layers)
-        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "beyond_l2": beyond}
+        method = max((each["method"] for each in layers), key=REPLAYED.__ne__)  # any other before it
+        found = {"ok": ok, "milliseconds": mean, "bytes": num_bytes, "method": method}
         return {**found, **self._speed(num_bytes, mean)}
 
 
@@ -239,11 +232,8 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
     ours = case | {"faster": 1.0 if case["ok"] else None}
     rows = [(name, peer | {"faster": case["ratios"].get(name)}) for name, peer in case["peers"].items()]
     rows.append((f"leank, mean of {len(case['layers'])} layers", ours))
-    layers = [(f"layer {layer['layer']}", layer) for layer in case["layers"]]
     wrong = [str(layer["layer"]) for layer in case["layers"] if not layer["check"]["ok"]]
     notes = [f"layers WRONG: {', '.join(wrong)}" if wrong else f"ceiling by bytes: {case['byte_ratio']:.2f}x"]
-    if not all(side.get("beyond_l2", True) for _, side in rows):
-        notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
     new = f", {case['new']} of them new" if case["new"] > 1 else ""
     title = f"decode attention, batch {case['batch']}, {case['tokens']} tokens{new}"
-    report.table(title, _COLUMNS, rows, notes, timed=[*rows[:-1], *layers])
+    report.table(title, _COLUMNS, rows, notes)

@@ -27,7 +27,7 @@ _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512
 # What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
 _TIMES_L2 = 8
-_MAX_COPIES = 16
+_MAX_COPIES = 64
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
 # Memory that was given back seems to be cleared by the driver: a kernel that reads at 96% of an H100's
 # bandwidth took 12 to 18% longer in the next 20 ms and more.
@@ -80,11 +80,7 @@ def peak_bytes(device: torch.device, call: Call) -> tuple[int | None, int]:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a peer, which may fail in any way: for want of memory, or of a backend.
-
-    Returns:
-        What it returns, or `why` there is nothing.
-    """
+    """Call a function of a peer, or tell `why` it failed, in any way: for want of memory, or of a backend."""
     try:
         with warnings.catch_warnings():  # torch warns of each backend that it cannot take
             warnings.simplefilter("ignore")
@@ -122,11 +118,6 @@ def copies_needed(num_bytes: int, l2_bytes: int) -> int:
     return min(max(-(-_TIMES_L2 * l2_bytes // max(num_bytes, 1)), 1), _MAX_COPIES)
 
 
-def outgrow_l2(num_bytes: int, copies: int, l2_bytes: int) -> bool:
-    """Whether that many copies of an input are as many as `copies_needed` would say, had it no bound."""
-    return copies * num_bytes >= _TIMES_L2 * l2_bytes
-
-
 class Stopwatch:
     """Marks on one device's time line, read when all work is done: CUDA events, or the wall clock."""
 
@@ -161,7 +152,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> T
             call()
 
     if device.type != "cuda":
-        return time_whole(one_after_another, device, rounds=rounds, calls=len(calls))
+        return time_replays(None, one_after_another, device, rounds=rounds, calls=len(calls))
     with torch.cuda.device(device):
         once = statistics.median(_time_launches(one_after_another, device, 3))
         repeats = max(1, min(round(_MIN_REPLAY_MS / max(once, 1e-3)), _MAX_CALLS))
@@ -178,23 +169,9 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> T
 
 def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
     """Time replays of what was captured, which has a `replay`; None: times the call that was not captured."""
-    if device.type != "cuda":
-        return time_whole(call, device, rounds=rounds, calls=calls)
-    launch, method = (call, "CUDA events, without a graph") if graph is None else (graph.replay, REPLAYED)
+    plain = "CUDA events, without a graph" if device.type == "cuda" else "wall clock"
+    launch, method = (call, plain) if graph is None else (graph.replay, REPLAYED)
     return summarize(_time_launches(launch, device, rounds), calls, method)
-
-
-def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
-    """Time a call that is long beside its launch by the wall clock, after it ran once to warm up."""
-    call()
-    samples = []
-    for _ in range(rounds):
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        samples.append((time.perf_counter() - began) * 1e3)
-    return summarize(samples, calls, "wall clock")
 
 
 def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:

@@ -15,35 +15,32 @@ import torch
 from transformers import DynamicCache
 
 from bin.benchmarks.generate import call_generate
+from bin.benchmarks.geometries import TOY
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
-from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
+from bin.benchmarks.random_models import COMPILED, DENSE, OURS, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.head_layout import count_cache_bytes
 
-OURS, DENSE = "leank", "dense"
 _COLUMNS: dict[str, Column] = {
     "rows": ("batch", str),
     "by bytes": ("predicted_by_bytes", str),
     "MB a row": ("row_bytes", partial(number, digits=1, unit=1e6)),
     "of dense": ("ratio", ratio),
 }
+# Prompt and new tokens of the row whose cache is counted; batch and prompt of the prefill.
+_SIZES, _TOY_SIZES = ((32768, 128), (4, 32768)), ((180, 12), (2, 64))
 _DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 
 
 def benchmark_memory(
-    setup: Setup,
-    *,
-    allocated: Sequence[int],
-    prefill: Sequence[int],
-    largest: Sequence[tuple[int, int]],
-    limit: float | None,
+    setup: Setup, *, largest: Sequence[tuple[int, int]], limit: float | None
 ) -> dict[str, Any]:
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
-    Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
-    Weights and cache may take `limit` GB in a search, None for all there are. If decoding is not right,
-    the JSON document that is returned has `ok` false and no figures.
+    `largest` are prompt and new tokens of each batch. Weights and cache may take `limit` GB in a search, None
+    for all there are. If decoding is not right, the JSON document that is returned has `ok` false and no
+    figures.
 
     Raises:
         LeanKError: If something does not fit on the device where nothing is searched for.
@@ -51,8 +48,9 @@ def benchmark_memory(
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
     most = None if limit is None else round(limit * 1e9)
+    allocated, prefill = _TOY_SIZES if setup.geometry.name == TOY else _SIZES
     lengths = [sum(case) for case in largest] + [allocated[0]]
-    with checked_models(setup, max(lengths), report) as models:
+    with checked_models({OURS: setup}, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
         sides = {OURS: models.ours, DENSE: models.dense}
@@ -176,10 +174,9 @@ def count_bytes(cache: Any) -> int:
 
 
 def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
-    """Find the largest count from 1 up that fits, starting near a guess; what fits is taken to have no gaps.
+    """Find the largest count that fits, 0 if not even 1 does, and all that were tried, from a guess on.
 
-    Returns:
-        The count, 0 if not even 1 fits, and every count that was tried.
+    What fits is taken to have no gaps.
     """
     tried: dict[int, bool] = {}
     low, high, stride = 0, None, 1  # low fits, high does not

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows
 
+OURS, DENSE = "leank", "dense"  # among the names of sides
 COMPILED, PLAIN_TORCH = "compiled kernel", "plain torch"
 TOO_LARGE = "this benchmark", "take a smaller batch, or fewer tokens"
 
@@ -166,15 +168,12 @@ def _prune_values(mask: ChannelMask, part: float, origin: str) -> ChannelMask:
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
     """Make a mask whose widths are spread as in a learned one and whose channels are random."""
     facts = geometry.facts
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim, dtype=torch.bool)
-    for layer in range(facts.num_hidden_layers):
-        for head in range(facts.num_key_value_heads):
-            # Shifted by layer, so that layers differ as they do in a learned mask.
-            quarters = _SYNTHETIC_QUARTERS[(head + 3 * layer) % len(_SYNTHETIC_QUARTERS)]
-            kept = torch.randperm(facts.head_dim, generator=generator)[: quarters * facts.head_dim // 4]
-            mask[layer, head, kept] = True
-    return ChannelMask(mask)
+    layers, heads, channels = facts.mask_shape
+    # Shifted by layer, so that layers differ as they do in a learned mask.
+    places = (torch.arange(heads) + 3 * torch.arange(layers)[:, None]) % len(_SYNTHETIC_QUARTERS)
+    widths = torch.tensor(_SYNTHETIC_QUARTERS)[places] * channels // 4
+    order = torch.rand(facts.mask_shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    return ChannelMask(order < widths[..., None])
 
 
 def build_model(setup: Setup, device: torch.device | None = None) -> Any:
@@ -291,39 +290,37 @@ class LogitsTruth:
 
 @dataclass(frozen=True)
 class Models:
-    """A setup's model and the stock one on the same random weights, what ours decodes in, how right it is.
+    """Our model and the stock one on the same random weights, what ours decodes in, how right it is.
 
-    `truth` is the stock model's, `stored_truth` the same with a cache as ours, `own_dtype_truth` that of ours
-    with a cache in the dtype of weights.
+    `sides` are what is ours, `truths` what all sides are held to, by their names.
     """
 
-    setup: Setup
+    sides: Mapping[str, Setup]
     ours: Any
     dense: Any
     attention: str
     check: dict[str, Any]
-    truth: LogitsTruth
-    stored_truth: LogitsTruth
-    own_dtype_truth: LogitsTruth
+    truths: Mapping[str, LogitsTruth]
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a document says of them."""
-        check, dtype = self.check, self.setup.dtype_name
+        check, dtype = self.check, self.sides[OURS].dtype_name
         return {"ok": check["ok"], "dtype": dtype, "kernel": self.attention, "check": check}
 
 
 @contextmanager
-def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator[Models]:
+def checked_models(sides: Mapping[str, Setup], prompt_length: int, report: Report) -> Iterator[Models]:
     """Build both models, hold decoding to the same weights in higher precision, and say how close it is.
 
-    The exact logits are those of the plain torch path; torch's own error is the dense model's, with an FP8
-    cache where ours is one. An error
-    far below `pruning_effect`, how far exact pruned logits are from exact dense ones, shows that the right
-    tokens and channels were seen. What runs inside runs without gradients.
+    The exact logits are those of the plain torch path, for all `sides` of ours; torch's own error is the
+    dense model's, with an FP8 cache where ours is one. An error far below `pruning_effect`, how far exact
+    pruned logits are from exact dense ones, shows that the right tokens and channels were seen. What runs
+    inside runs without gradients.
 
     The checked prompt has at most `prompt_length` tokens.
     """
+    setup = sides[OURS]
     with torch.no_grad():
         torch.manual_seed(0)
         ours = build_model(setup)
@@ -332,37 +329,33 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
         least = sum(setup.windows.sizes.values()) + _CHECKED_PRUNED_TOKENS
         tokens = random_prompt(ours, _CHECKED_ROWS, min(prompt_length, least) + _CHECKED_STEPS, seed=1)
         exact = copy.deepcopy(ours).to(EXACT[setup.dtype])
-        exact_ours, exact_dense = _exact_logits(exact, tokens), build_dense(exact, setup.geometry)
-        truth = stored_truth = _hold_to(exact_dense, dense, tokens)
-        own_dtype_truth = LogitsTruth(tokens, exact_ours, truth.torch_error)
-        if setup.kv_dtype:
-            stored_truth = _hold_to(exact_dense, dense, tokens, _rounded_cache)
-            plain = _exact_logits(exact, tokens, exact.build_cache(kv_dtype="auto"))
-            own_dtype_truth = LogitsTruth(tokens, plain, truth.torch_error)
-        own, error = stored_truth.torch_error, relative_error(forced_logits(ours, tokens), exact_ours)
-        effect = relative_error(exact_ours, stored_truth.logits)
-        check = {**judge(error, own), "pruning_effect": effect}
+        exact_dense = build_dense(exact, setup.geometry)
+        true = {kv: _dense_logits(exact_dense, tokens, kv) for kv in {None, setup.kv_dtype}}
+        errors = {kv: relative_error(_dense_logits(dense, tokens, kv), true[kv]) for kv in true}
+        truths = {
+            name: LogitsTruth(tokens, _exact_logits(build_own(exact, side), tokens), errors[side.kv_dtype])
+            for name, side in sides.items()
+        }
+        truths[DENSE] = LogitsTruth(tokens, true[None], errors[None])
+        effect = relative_error(truths[OURS].logits, true[setup.kv_dtype])
+        check = {**truths[OURS].check(ours), "pruning_effect": effect}
         del exact, exact_dense
         release_memory(setup.device)
         report.line(f"our decode attention: {attention}")
+        error, own = (check[key] or math.nan for key in ("error", "torch_error"))
         report.line(
             f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
             f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
         )
-        yield Models(setup, ours, dense, attention, check, truth, stored_truth, own_dtype_truth)
+        yield Models(sides, ours, dense, attention, check, truths)
 
 
-def _hold_to(
-    exact: Any, dense: Any, tokens: Tensor, make_cache: Callable[[Any], Any] = lambda model: None
-) -> LogitsTruth:
-    """What the dense model gives in higher precision, and how far it is from that in its own dtype."""
-    logits, own = (forced_logits(model, tokens, make_cache(model)) for model in (exact, dense))
-    return LogitsTruth(tokens, logits, relative_error(own, logits))
-
-
-def _rounded_cache(model: Any) -> Cache:
-    """An empty cache for a stock model that rounds what it stores, as an FP8 cache does."""
-    return Cache(layers=[_RoundedLayer() for _ in model.model.layers])  # type: ignore[no-untyped-call]
+def _dense_logits(model: Any, tokens: Tensor, kv_dtype: str | None) -> Tensor:
+    """`forced_logits` of a stock model, which rounds its cache if there is a dtype of ours."""
+    cache = None
+    if kv_dtype:
+        cache = Cache(layers=[_RoundedLayer() for _ in model.model.layers])  # type: ignore[no-untyped-call]
+    return forced_logits(model, tokens, cache)
 
 
 class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -396,11 +389,11 @@ def _round_to_fp8(states: Tensor, scale: Tensor) -> Tensor:
     return ((states.float() / scale).clamp(-largest, largest).to(FP8).float() * scale).to(states.dtype)
 
 
-def _exact_logits(exact: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+def _exact_logits(exact: Any, tokens: Tensor) -> Tensor:
     """`forced_logits` of our model in higher precision; that kernels do not serve it is no news here."""
     logging.disable(logging.WARNING)
     try:
-        return forced_logits(exact, tokens, cache)
+        return forced_logits(exact, tokens)
     finally:
         logging.disable(logging.NOTSET)
 

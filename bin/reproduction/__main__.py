@@ -79,9 +79,11 @@ def main(
     OUT (default: out/reproduce, for others out/reproduce-MODEL, -packaged or -values behind it) keeps masks
     and answers: run the same command again, and it goes on where it was. Several at once share the work.
     """
+    import torch
+
     from bin.reproduction.experiment import Experiment
     from bin.reproduction.plans import make_plan
-    from bin.reproduction.workers import count_gpus, run_workers
+    from bin.reproduction.units import run_workers
     from leank_convert.device import choose_device
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -90,8 +92,7 @@ def main(
             clash = "--packaged" if packaged else "--model testbed"
             raise LeanKError(f"`--values` and `{clash}`: V is pruned on real models, by the package's masks")
         on_gpu = choose_device(device).type == "cuda"
-        if workers is None:
-            workers = max(1, count_gpus()) if device is None else 1
+        workers = workers or (torch.cuda.device_count() if on_gpu and device is None else 1)
         folder = None if model == "testbed" else str(_find_model(model, model_folder))
         suffix = ("" if folder is None else f"-{model}") + ("-packaged" if packaged else "")
         suffix += "-values" if values else ""

@@ -1,4 +1,7 @@
-"""The bench: the model under test and its masks, as one process holds them, each loaded when first needed."""
+"""The bench: the model under test, its masks and what answers by them, as one process holds them.
+
+Each is loaded when first needed.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,27 @@ import io
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from bin.baselines import COMPARED, make_variants
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as round_to_int4
 from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, MAIN_VALUES, Entry, Plan
-from bin.reproduction.variants import PrunedValues, RoundedPrompt
+from leank_convert._runtime.constants_leank import centre
+from leank_convert._runtime.fp8_leank import reread, scale_of
+from leank_convert._runtime.layout_leank import cut_layers
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
+from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.files import write_atomically
 from leank_convert.hub import resolve_model
@@ -232,14 +241,63 @@ class Bench:
             constants = {"key_mean": mean}
             if entry.kv_dtype == "fp8" and entry.mean == "model":
                 constants |= torch.load(self.scales_file)
-        if entry.values is None:
-            return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)
-        own = self.mask(entry)
+        pruned = None if entry.values is None else self.mask(entry)
         return PrunedValues(
-            entry.name,
-            kept,
-            kv_dtype=entry.kv_dtype,
-            constants=constants,
-            value_widths=own.value_widths,
-            value_basis=own.value_basis,
+            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, pruned_values=pruned
         )
+
+
+@dataclass
+class RoundedPrompt(Masked):
+    """A LeanK cache in the model's dtype, of prompts of which keys or values were rounded before.
+
+    Keys are rounded around the mean among its constants.
+    """
+
+    rounded_to: str = "fp8"  # by scales of every prompt's channels, or `int4`
+    keys: bool = True  # whether keys are rounded; else values are
+
+    def start(self, prefill: Prefill) -> tuple[Any, Cache]:
+        """A fork of the prefill's cache with rounded prompts."""
+        model: Any
+        cache: Any
+        model, cache = super().start(prefill)
+        assert self.channel_masks is not None
+        for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
+            keys, values = layer.pending
+            chosen = mask.to(keys.device)
+            if self.keys:
+                mean = layer.model_constants.key_mean[0].to(keys.device)[:, None]
+                rounded = self._rounded(centre(keys, mean), chosen)
+                keys = (rounded.float() + mean).to(keys.dtype)
+            else:
+                values = self._rounded(values, torch.ones_like(chosen))
+            layer.pending = keys, values
+        return model, cache
+
+    def _rounded(self, states: Tensor, mask: Tensor) -> Tensor:
+        """What a rounded cache gives back of states [B, H_kv, S, D]."""
+        if self.rounded_to == "int4":
+            return torch.cat([round_to_int4(row[None], assign_chunks(mask)) for row in states])
+        rounded: Tensor = reread(states, scale_of(states.abs().amax(2, keepdim=True)))
+        return rounded
+
+
+@dataclass
+class PrunedValues(Masked):
+    """A LeanK cache that keeps a part of V, too, where a mask is given of which it keeps that part."""
+
+    pruned_values: ChannelMask | None = None
+
+    def start(self, prefill: Prefill) -> tuple[Any, Any]:
+        """A fork of the prefill's cache with these channels."""
+        model: Any
+        cache: Any
+        model, cache = super().start(prefill)
+        if (own := self.pruned_values) is not None and self.channel_masks is not None:
+            assert own.value_widths is not None and own.value_basis is not None
+            kept, head_dim = self.channel_masks.sum(-1).tolist(), self.channel_masks.shape[-1]
+            layouts = cut_layers(kept, own.value_widths.tolist(), head_dim)
+            for layer, layout, basis in zip(cache.pruned_layers, layouts, own.value_basis, strict=True):
+                layer.layout, layer.value_basis = layout, basis
+        return model, cache

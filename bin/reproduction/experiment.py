@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from bin.reproduction.answers import Answers, take
 from bin.reproduction.bench import Bench
 from bin.reproduction.fetch_texts import LEARNING
-from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row
+from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row, singles
 from bin.reproduction.texts import Texts, find_kinds
 from bin.reproduction.units import Unit, forecast, work_off
 from leank_convert.device import choose_device
@@ -38,13 +39,9 @@ _MARKS = {"values": "with V pruned", "packaged": "by packaged masks", "trained":
 class Experiment:
     """All units of a plan and their results; masks and answers stay in `out`, and nothing is made twice.
 
-    Args:
-        out: The folder; one of an earlier run is gone on with.
-        plan: What is done.
-        model: A folder, a hub id, or `testbed`; default: the recipe's.
-        texts: The folder that `bin/fetch-texts` wrote; None: one kind of text is all.
-        device: Default: CUDA if there is any, else the CPU.
-        minutes: After so many no piece of work is begun; None for all.
+    One of an earlier run is gone on with. The model is a folder, a hub id, or `testbed`, by default the
+    recipe's; `texts` the folder that `bin/fetch-texts` wrote, if any; the device by default CUDA if there is
+    one. After so many `minutes` no piece of work is begun.
 
     Raises:
         LeanKError: If a packaged mask is asked for that there is not; later as training and evaluation, and
@@ -62,7 +59,7 @@ class Experiment:
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
-        self.out, self.plan = out, plan
+        self.out, self.plan, self._bytes_file = out, plan, out / "bytes.json"
         # Answers go by names that these share.
         self._mark = "values" if plan.has_basis else "packaged" if plan.packaged else "trained"
         found = next((mark for mark in ("values", "packaged") if (out / mark).exists()), "trained")
@@ -142,66 +139,54 @@ class Experiment:
         for part in plan.parts:
             units += self._list_rounds(part, last)
         if plan.weighed:
-            needs = self._needs([(entry,) for entry in plan.weighed])
-            units.append(Unit("bytes", self._is_weighed, self._weigh, needs))
+            is_done = partial(_has, self.read_bytes)
+            units.append(self._list_unit("bytes", singles(plan.weighed), is_done, self._weigh))
         return units
+
+    def _list_unit(
+        self,
+        name: str,
+        rows: Sequence[Row],
+        is_done: Callable[[list[Entry]], bool],
+        make: Callable[[list[Entry]], None],
+        seconds: float = 0.0,
+        needs: Iterable[str] = (),
+    ) -> Unit:
+        """A unit of rows' entries, which are known once validation is done."""
+        return Unit(
+            name,
+            lambda: is_done(self._pick(rows)),
+            lambda: make(self._pick(rows)),
+            (*self._needs(rows), *needs),
+            seconds,
+        )
 
     def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterator[Unit]:
         """A unit for every cell and round of a part; notes each cell's last one."""
-        answers = self.parts[part.name]
-
-        def call(function: Callable[..., Any], cell: Cell, each: Round) -> Any:
-            return function(cell, each.num_prompts, self._pick(each.rows))
-
-        for each in part.rounds:
-            needs = self._needs(each.rows)
-            for cell in part.cells:
-                place = f"{part.name}/{cell.name}"
-                before, *needed = last.get(place, (0,))
-                seconds = [
-                    self._forecast_round(cell, each.rows, count) for count in (before, each.num_prompts)
-                ]
-                unit = Unit(
-                    _name_unit(part, cell, each),
-                    partial(call, answers.is_done, cell, each),
-                    partial(call, answers.ask, cell, each),
-                    (*needs, *map(str, needed)),
-                    seconds[1] - seconds[0],
-                )
-                last[place] = each.num_prompts, unit.name
-                yield unit
-
-    def _forecast_round(self, cell: Cell, rows: Sequence[Row], num_prompts: int) -> float:
-        """Rough seconds in which these rows answer a cell's first prompts."""
-        pace = self.plan.pace
-        answers = (pace.of(row[0]) * self.plan.num_asked(row[0], cell, num_prompts) for row in rows)
-        return num_prompts * pace.of_prompt(cell.length) + sum(answers)
+        answers, pace = self.parts[part.name], self.plan.pace
+        for each, cell in itertools.product(part.rounds, part.cells):
+            before, *needs = last.get(cell.name + part.name, (0,))
+            prompt = pace.of_prompt(cell.length) + sum(pace.of(row[0]) for row in each.rows)
+            yield self._list_unit(
+                name := _name_unit(part, cell, each),
+                each.rows,
+                partial(answers.is_done, cell, each.num_prompts),
+                partial(answers.ask, cell, each.num_prompts),
+                prompt * (each.num_prompts - before),
+                map(str, needs),
+            )
+            last[cell.name + part.name] = each.num_prompts, name
 
     def _list_text_units(self) -> Iterator[Unit]:
-        text, pace = self.plan.text, self.plan.pace
-        if text is None:
-            return
-
-        def make(
-            name: str,
-            rows: Sequence[Row],
-            kept: Callable[[], dict[str, Any]],
-            do: Callable[[list[Entry]], None],
-        ) -> Unit:
-            return Unit(
-                name,
-                lambda: kept().keys() >= {entry.name for entry in self._pick(rows)},
-                lambda: do(self._pick(rows)),
-                self._needs(rows),
-                pace.text * len(rows),
-            )
-
         for texts in self.texts:
-            for length in text.lengths:
-                fed, feed = partial(texts.fed, length), partial(texts.feed, length)
-                yield make(f"text/{texts.kind}-{length}", text.rows, fed, feed)
-        for texts in self.texts if text.answering else ():
-            yield make(f"text/{texts.kind}-answers", text.answering, texts.answered, texts.answer)
+            rows, seconds = texts.plan.rows, self.plan.pace.text * len(texts.plan.rows)
+            for length in texts.plan.lengths:
+                is_done, feed = partial(_has, partial(texts.fed, length)), partial(texts.feed, length)
+                yield self._list_unit(f"text/{texts.kind}-{length}", rows, is_done, feed, seconds)
+        for texts in self.texts:
+            if rows := texts.plan.answering:
+                is_done, seconds = partial(_has, texts.answered), self.plan.pace.text * len(rows)
+                yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer, seconds)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Units that make what these rows answer by."""
@@ -221,24 +206,18 @@ class Experiment:
         found = [self.choose(row) for row in rows]
         return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
 
-    @property
-    def bytes_file(self) -> Path:
-        """What `_weigh` leaves."""
-        return self.out / "bytes.json"
+    def read_bytes(self) -> dict[str, Any]:
+        """The bytes of each cache, by its name, and the `tokens` that they hold; nothing before that."""
+        return read_json(self._bytes_file) if self._bytes_file.exists() else {}
 
-    def _is_weighed(self) -> bool:
-        kept = read_json(self.bytes_file) if self.bytes_file.exists() else {}
-        return all(entry.name in kept for entry in self.plan.weighed)
-
-    def _weigh(self) -> None:
+    def _weigh(self, entries: list[Entry]) -> None:
         """Count the bytes of every cache after a prompt of the longest length."""
         answers = self.parts[self.plan.weighed_on]
         prompt = answers.draw(max(answers.cells, key=lambda cell: cell.length), 1)[0]
-        variants = [self.bench.variant(entry) for entry in self.plan.weighed]
-        filled = fill_caches(self.bench.evaluated, prompt, variants)
+        filled = fill_caches(self.bench.evaluated, prompt, [self.bench.variant(entry) for entry in entries])
         kept: dict[str, Any] = {name: asdict(used_bytes(cache)) for name, cache in filled}
         kept["tokens"] = len(prompt.input_ids) + 1
-        write_atomically(self.bytes_file, json.dumps(kept).encode())
+        write_atomically(self._bytes_file, json.dumps(kept).encode())
 
     def describe(self) -> list[str]:
         """Where it was measured, and how."""
@@ -263,6 +242,11 @@ class Experiment:
 def _make(unit: Unit) -> None:
     unit.make()
     torch.cuda.empty_cache()  # another worker on this GPU may need it
+
+
+def _has(read: Callable[[], dict[str, Any]], entries: Sequence[Entry]) -> bool:
+    """Whether what was kept has all entries."""
+    return read().keys() >= {entry.name for entry in entries}
 
 
 def _name_unit(part: Part, cell: Cell, each: Round) -> str:

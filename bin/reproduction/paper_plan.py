@@ -47,30 +47,15 @@ _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands besi
 _HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
 _SHOWN = (MAIN_RATIO, _HARD_RATIO)
 _TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
-_TEXT = TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24)
-
-
-@dataclass(frozen=True)
-class RealSizes:
-    """What a real model is asked besides, and how much of it."""
-
-    # Variants of `evaluate --also` whose scores stand beside their caches' bytes.
-    alone: tuple[str, ...] = (
-        "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
-        "snapkv-2048", "snapkv-56%",
-    )  # fmt: skip
-    products: tuple[str, ...] = (
-        "leank+fp8", "leank+int4", "leank+int4+hadamard", "leank+kivi", "leank+kivi+window", "leank+quest-16",
-        "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
-    )  # fmt: skip
-    compared_lengths: tuple[int, ...] = (4096, 7680)  # of the test prompts' tasks, on which they are compared
-    num_compared: int = 64  # prompts of each task and length
-    ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
-    ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
-    floor: float = 0.2  # a task at a length is left out where the dense model scores no more
-    # Prompts of a cell that the dense model alone answers, then all others too, then it and the main mask.
-    ruler_rounds: tuple[int, int, int] = (16, 64, 200)
-    text: TextPlan = _TEXT
+# Variants of `evaluate --also` whose scores stand beside their caches' bytes, alone and on LeanK's channels.
+_ALONE = (
+    "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
+    "snapkv-2048", "snapkv-56%",
+)  # fmt: skip
+_PRODUCTS = (
+    "leank+fp8", "leank+int4", "leank+int4+hadamard", "leank+kivi", "leank+kivi+window", "leank+quest-16",
+    "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,14 +66,8 @@ class Sizes:
     recipe: str = "quickstart"  # name or file of the recipe that every run changes
     overrides: tuple[str, ...] = ()  # changes to it that all runs share
     side_overrides: tuple[str, ...] = ()  # changes that all runs but the main one share
-    ratios: tuple[float, ...] = (
-        0.5,
-        0.6,
-        0.7,
-        0.8,
-        0.9,
-        0.95,
-    )  # of the comparison, ascending, 0.7 and 0.9 among them
+    # Of the comparison, ascending, 0.7 and 0.9 among them.
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # fmt: skip
     num_seeds: int = 5  # runs of the main setting
     l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
     width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
@@ -105,25 +84,49 @@ class Sizes:
     validation_lengths: tuple[int, ...] = ()  # of these prompts; none: all lengths
     batch_tokens: int = 2**20
     pace: Pace = _TOY_PACE
-    real: RealSizes | None = None  # None for the shipped model, which knows no language
+    # What a real model is asked besides; without text it is the shipped one, which knows no language.
+    text: TextPlan | None = None
+    compared_lengths: tuple[int, ...] = (4096, 7680)  # of prompts on which caches are compared by their bytes
+    num_compared: int = 64  # of each task and length
+    ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
+    ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
+    floor: float = 0.2  # a task at a length is left out where the dense model scores no more
+    # Prompts of a cell that the dense model alone answers, then all others too, then it and the main mask.
+    ruler_rounds: tuple[int, int, int] = (16, 64, 200)
+
+    def shrink(self) -> Sizes:
+        """A few steps and prompts of everything."""
+        steps = (
+            "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=1", "heads.steps=2",
+            "calibration_prompts=1", "held_out_samples=1",
+        )  # fmt: skip
+        return replace(
+            self,
+            overrides=(*SHORT, *steps),
+            ratios=_SHOWN,
+            l1_weights=(),
+            num_seeds=1,
+            width_multiples=(),
+            task_choices=(("retrieval",),),
+            short_lengths=(480,),
+            ruler=self.ruler[:1],
+            lengths=(512,),
+            num_prompts=1,
+            num_validation=1,
+            validation_lengths=(),
+            batch_tokens=1024,
+            text=self.text and TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
+            compared_lengths=(448, 480),
+            num_compared=1,
+            ruler_tasks=("niah_single_2", "fwe"),
+            ruler_lengths=(448,),
+            floor=-1.0,
+            ruler_rounds=(1, 1, 2),
+        )
 
 
 ON_GPU = Sizes()
 ON_CPU = Sizes(num_seeds=2, l1_weights=(0.0, 0.06, 1.0), num_prompts=24, num_validation=8, batch_tokens=2**14)
-QUICK = Sizes(
-    overrides=(
-        "stage1.steps=4", "stage2.steps=2", "heads.steps=4", "data.max_length=384", "calibration_prompts=2",
-    ),
-    ratios=(0.7, 0.9),
-    num_seeds=2,
-    l1_weights=(0.06,),
-    width_multiples=(32,),
-    short_lengths=(300,),
-    lengths=(256, 384),
-    num_prompts=2,
-    num_validation=1,
-    batch_tokens=1024,
-)  # fmt: skip
 SMOLLM2 = Sizes(
     model="SmolLM2-135M-Instruct",
     recipe="smollm2-135m-instruct",
@@ -142,32 +145,8 @@ SMOLLM2 = Sizes(
     num_prompts=64,
     validation_lengths=(1024, 4096),
     pace=Pace(mask=55, prefill=0.006, answer=0.01, slow=0.04, text=9),
-    real=RealSizes(),
+    text=TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24),
 )
-QUICK_SMOLLM2 = replace(
-    SMOLLM2,
-    overrides=(
-        *SHORT, "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=1", "heads.steps=2",
-        "calibration_prompts=1", "held_out_samples=1",
-    ),
-    ratios=(0.7, 0.9),
-    l1_weights=(),
-    num_seeds=1,
-    width_multiples=(),
-    task_choices=(("retrieval",),),
-    short_lengths=(480,),
-    ruler=(("niah_single_2", 3),),
-    lengths=(512,),
-    num_prompts=1,
-    num_validation=1,
-    validation_lengths=(512,),
-    batch_tokens=1024,
-    real=RealSizes(
-        ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, ruler_rounds=(1, 1, 2),
-        text=TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
-        compared_lengths=(448, 480), num_compared=1,
-    ),
-)  # fmt: skip
 
 
 def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
@@ -180,30 +159,31 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
     open_rows = singles(dict.fromkeys(entry for row in rows if len(row) > 1 for entry in row))
     validation = _list_cells(sizes, recipe, sizes.validation_lengths or sizes.lengths)
     test = _list_cells(sizes, recipe, sizes.lengths)
-    parts = [
-        Part(
-            VALIDATION, _VALIDATION_SEED, validation, (Round(sizes.num_validation, ((DENSE,), *open_rows)),)
-        ),
-        Part("test", _TEST_SEED, test, (Round(sizes.num_prompts, ((DENSE,), *rows)),)),
-    ]
+    chosen, shown = (
+        Round(sizes.num_validation, ((DENSE,), *open_rows)),
+        Round(sizes.num_prompts, ((DENSE,), *rows)),
+    )
     worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
     plan = Plan(
         title=f"The LeanK paper's experiments on {sizes.model}",
         recipe=sizes.recipe,
         overrides=sizes.overrides,
         runs=tables.runs,
-        parts=tuple(parts),
+        parts=(
+            Part(VALIDATION, _VALIDATION_SEED, validation, (chosen,)),
+            Part("test", _TEST_SEED, test, (shown,)),
+        ),
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
         pace=sizes.pace,
         pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
         packaged=(MAIN,) if packaged else (),
     )
-    return plan if sizes.real is None else _add_real(plan, sizes, sizes.real, compared, recipe)
+    return plan if sizes.text is None else _add_real(plan, sizes, sizes.text, compared, recipe)
 
 
 def _add_real(
-    plan: Plan, sizes: Sizes, real: RealSizes, compared: Mapping[tuple[str, float], Row], recipe: Recipe
+    plan: Plan, sizes: Sizes, text: TextPlan, compared: Mapping[tuple[str, float], Row], recipe: Recipe
 ) -> Plan:
     """What only a model of natural language can be asked."""
     curve = tuple(compared[MAIN, ratio][0] for ratio in sizes.ratios)
@@ -213,31 +193,25 @@ def _add_real(
     others = (*singles(curve), untrained, think)
     labelled = (*by_name(curve), ("best untrained channels", untrained), ("think", think))
     beside = (
-        *(Entry(name, "beside") for name in real.alone),
-        *(Entry(name, "beside", MAIN_RATIO, MAIN) for name in real.products),
+        *(Entry(name, "beside") for name in _ALONE),
+        *(Entry(name, "beside", MAIN_RATIO, MAIN) for name in _PRODUCTS),
     )
     weighed = (*curve, *beside)
-    first, second, last = real.ruler_rounds
+    rounds = zip(sizes.ruler_rounds, ((), others, ((main,),)), strict=True)
     ruler = Part(
         "ruler",
         _RULER_SEED,
-        tuple(Cell(task, length) for length in real.ruler_lengths for task in real.ruler_tasks),
-        (
-            Round(first, ((DENSE,),)),
-            Round(second, ((DENSE,), *others)),
-            Round(last, ((DENSE,), (main,))),
-        ),
-        real.floor,
+        tuple(Cell(task, length) for length in sizes.ruler_lengths for task in sizes.ruler_tasks),
+        tuple(Round(count, ((DENSE,), *rows)) for count, rows in rounds),
+        sizes.floor,
     )
-    cells = _list_cells(sizes, recipe, real.compared_lengths)
-    asked = Part(
-        "compared", _COMPARED_SEED, cells, (Round(real.num_compared, ((DENSE,), *singles(weighed))),)
-    )
+    cells = _list_cells(sizes, recipe, sizes.compared_lengths)
+    asked = Round(sizes.num_compared, ((DENSE,), *singles(weighed)))
     return replace(
         plan,
-        parts=(*plan.parts, ruler, asked),
+        parts=(*plan.parts, ruler, Part("compared", _COMPARED_SEED, cells, (asked,))),
         tables=(Table("RULER's tasks", "ruler", labelled), *plan.tables),
-        text=real.text._replace(rows=(*others, *singles(beside)), answering=((DENSE,), *others)),
+        text=text._replace(rows=(*others, *singles(beside)), answering=((DENSE,), *others)),
         weighed=(DENSE, *weighed),
         weighed_on="compared",
     )
@@ -263,26 +237,32 @@ class _Tables:
 
     def compare_methods(self) -> dict[tuple[str, float], Row]:
         """Add every method at every ratio; returns its rows."""
-        rows: dict[tuple[str, float], Row] = {}
         recipe, ratios = self.recipe, self.sizes.ratios
         self.runs[MAIN] = Run((), ratios)
-        num_steps = recipe.stage1.steps + recipe.stage2.steps
-        self.add_run(_STAGE1_ALONE, f"stage1.steps={num_steps}", method=_STAGE1_ALONE, ratios=ratios)
-        self.add_run("multiple-1", _ANY_WIDTH, ratios=ratios)
-        for label, run in ((MAIN, MAIN), (UNALIGNED, "multiple-1"), (_STAGE1_ALONE, _STAGE1_ALONE)):
-            rows |= {(label, ratio): (_take(run, ratio),) for ratio in ratios}
+        num_steps = f"stage1.steps={recipe.stage1.steps + recipe.stage2.steps}"
+        # The run of each of a method's settings.
+        taken = {
+            MAIN: {"": MAIN},
+            UNALIGNED: {"": self.add_run("multiple-1", _ANY_WIDTH, ratios=ratios)},
+            _STAGE1_ALONE: {"": self.add_run(_STAGE1_ALONE, num_steps, method=_STAGE1_ALONE, ratios=ratios)},
+        }
         for method in _STATIC_METHODS:
-            for budget in ("uniform", "global"):
-                run, overrides = f"{method}-{budget}", (f"budget={budget}", _ANY_WIDTH)
-                self.add_run(run, *overrides, method=method, ratios=ratios)
-                for ratio in ratios:
-                    entry = _take(run, ratio)._replace(setting=f"{budget} budget")
-                    rows[method, ratio] = (*rows.get((method, ratio), ()), entry)
+            taken[method] = {
+                f"{budget} budget": self.add_run(
+                    f"{method}-{budget}", f"budget={budget}", _ANY_WIDTH, method=method, ratios=ratios
+                )
+                for budget in ("uniform", "global")
+            }
         for method in _HEAD_METHODS:
             # The combined method removes this share of heads before it looks at channels.
             above = [ratio for ratio in ratios if method != _COMBINED or ratio >= recipe.heads.pruning_ratio]
-            self.add_run(method, method=method, ratios=above)
-            rows |= {(method, ratio): (_take(method, ratio),) for ratio in above}
+            taken[method] = {"": self.add_run(method, method=method, ratios=above)}
+        rows: dict[tuple[str, float], Row] = {
+            (label, ratio): tuple(_take(run, ratio, setting) for setting, run in settings.items())
+            for label, settings in taken.items()
+            for ratio in ratios
+            if all(ratio in self.runs[run].ratios for run in settings.values())
+        }
         for method, widths in (("think", None), (_PER_HEAD_BUDGET, MAIN)):
             for ratio in ratios:
                 settings = (("the recipe's windows", False), ("ThinK's windows", True))
@@ -371,9 +351,9 @@ class _Tables:
         self.tables.append(Table(title, "test", tuple(rows)))
 
 
-def _take(run: str, ratio: float) -> Entry:
+def _take(run: str, ratio: float, setting: str = "") -> Entry:
     assert ratio != EVERY_CHANNEL
-    return Entry(f"{run}, {ratio:g}", ratio=ratio, run=run)
+    return Entry(f"{run}, {ratio:g}", ratio=ratio, run=run, setting=setting)
 
 
 def _list_cells(sizes: Sizes, recipe: Recipe, lengths: Sequence[int]) -> tuple[Cell, ...]:

@@ -6,17 +6,16 @@ Differences are paired, over the same prompts; what has no answers yet is left o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from bin.reproduction.answers import Answers, subtract, take
+from bin.reproduction.answers import Answers, Scores, subtract, take
 from bin.reproduction.experiment import Experiment
-from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Entry, Table
+from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Cell, Entry, Table
 from bin.reproduction.texts import KINDS, compare_answers
 from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
-from leank_convert.files import read_json
 from leank_convert.train.scaling import count_largest
 
 _Z_95 = 1.96
@@ -71,28 +70,27 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
     own = {row[0].ratio: row[0] for _, row in table.rows if _is_plain(row[0])}
     for label, row in (("dense", (DENSE,)), *table.rows):
         choice = experiment.choose(row)
-        scores = answers.scores(choice[0].name) if choice is not None else {}
-        if choice is None or not scores:
+        if choice is None or not (scores := answers.scores(choice[0].name)):
             continue
         entry, leank = choice[0], own.get(row[0].ratio)
-        line = {
+        others = {} if entry is DENSE else dense  # what it is compared with
+        leanks = {} if leank in (None, entry) else answers.scores(leank.name)
+        yield {
             "": label,
             "asked": f"{entry.ratio:.0%}" if entry.ratio != EVERY_CHANNEL else "",
             **_removed(experiment, entry),
             "n": f"{len(take(scores)):,}",
             "score": _mean(take(scores)),
-            "against dense": "",
-            "LeanK against it": "",
-            **{name: _mean(take(scores, cells)) for name, cells in groups.items()},
+            "against dense": describe_difference(subtract(scores, others)),
+            "LeanK against it": describe_difference(subtract(leanks, scores)),
+            **{name: _describe(scores, others, cells) for name, cells in groups.items()},
         }
-        if entry is not DENSE:
-            line["against dense"] = describe_difference(subtract(scores, dense))
-            for name, cells in groups.items():
-                change = describe_difference(subtract(scores, dense, cells))
-                line[name] += f"; {change}" if change else ""
-        if leank is not None and leank != entry:
-            line["LeanK against it"] = describe_difference(subtract(answers.scores(leank.name), scores))
-        yield line
+
+
+def _describe(scores: Scores, others: Scores, cells: Collection[Cell]) -> str:
+    """The mean in some cells, and the difference to others if there are any."""
+    parts = _mean(take(scores, cells)), describe_difference(subtract(scores, others, cells))
+    return "; ".join(filter(None, parts))
 
 
 def _is_plain(entry: Entry) -> bool:
@@ -109,24 +107,20 @@ def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
 
     Where the first are more, which of them are kept is left to their order.
     """
-    names = "K removed", "V removed", "factors at 1, of kept"
-    found, masks = dict.fromkeys(names, ""), experiment.bench.masks
+    masks = experiment.bench.masks
     runs = [entry.run] if entry.run else [run for run in experiment.plan.runs if masks.are_made(run)][:1]
     is_shown = entry.kind in ("mask", "think") and entry.ratio != EVERY_CHANNEL
     if not is_shown or not runs or not masks.are_made(runs[0]):
-        return found
-    if entry.run is None:
+        keys, values, largest = "", "", ""
+    elif entry.run is None:
         head_dim = next(iter(masks[runs[0]].values())).channel_mask.shape[-1]
-        share = 1 - kept_channels(head_dim, entry.ratio) / head_dim
-        return {**found, names[0]: f"{share:.1%}", names[1]: "0.0%"}
-    mask = experiment.bench.mask(entry)
-    kept = mask.channel_mask
-    if mask.scaling_factors is not None and entry.kind == "mask":
-        found[names[2]] = f"{count_largest(mask.scaling_factors)} of {int(kept.sum())}"
-    found[names[0]], found[names[1]] = (f"{1 - part.double().mean():.1%}" for part in (kept, kept.any(-1)))
-    if mask.value_widths is not None:
-        found[names[1]] = f"{mask.value_pruning_ratio:.1%}"
-    return found
+        keys, values, largest = f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%", ""
+    else:
+        mask = experiment.bench.mask(entry)
+        keys, values, largest = f"{mask.pruning_ratio:.1%}", f"{mask.value_pruning_ratio:.1%}", ""
+        if mask.scaling_factors is not None and entry.kind == "mask":
+            largest = f"{count_largest(mask.scaling_factors)} of {int(mask.channel_mask.sum())}"
+    return {"K removed": keys, "V removed": values, "factors at 1, of kept": largest}
 
 
 def _pair_lines(experiment: Experiment) -> Iterator[_Line]:
@@ -147,10 +141,10 @@ def _choice_lines(experiment: Experiment) -> Iterator[_Line]:
 
 
 def _byte_table(experiment: Experiment) -> str:
-    plan = experiment.plan
-    if not plan.weighed or not experiment.bytes_file.exists():
+    plan, kept = experiment.plan, experiment.read_bytes()
+    if not kept:
         return ""
-    kept, answers = read_json(experiment.bytes_file), experiment.parts[plan.weighed_on]
+    answers = experiment.parts[plan.weighed_on]
     dense, num_tokens, texts = kept[DENSE_NAME], kept["tokens"], _read_texts(experiment)
     lines = []
     for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):

@@ -1,4 +1,4 @@
-"""Units of work: independent pieces, each of which leaves a result of its own, and who does which.
+"""Units of work: independent pieces, each of which leaves a result of its own, and processes that do them.
 
 Any number of processes work off the same units in one folder. Each claims one at a time by a lock that dies
 with it, so what a killed process had begun is simply done by another, or in the next run.
@@ -7,11 +7,17 @@ with it, so what a killed process had begun is simply done by another, or in the
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from leank_convert.files import read_json_lines
 from leank_convert.folders import BusyError, locked
@@ -39,11 +45,9 @@ def work_off(
 ) -> None:
     """Do units until all are done, by this process or by others.
 
-    Args:
-        units: In the order in which they are begun, as far as their needs allow.
-        out: Keeps locks, and in `times.jsonl` how long each unit took.
-        note: Takes a line for each unit that this process begins or has done.
-        is_up: Whether no further one is to be begun.
+    Those come first that are first in the list, as far as their needs allow. `out` keeps locks, and in
+    `times.jsonl` how long each unit took. `note` takes a line for each that this process begins or has done;
+    none is begun once time `is_up`.
     """
     done: set[str] = set()
     while waiting := _find_waiting(units, done):
@@ -94,3 +98,29 @@ def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
             file.write(json.dumps({"unit": unit.name, "seconds": seconds}) + "\n")
         note(f"{unit.name}: {seconds:.1f} s")
     return True
+
+
+def run_workers(arguments: Sequence[str], num_workers: int) -> None:
+    """Run the command in processes of its own, each with one GPU to itself or shared, until all have ended.
+
+    How they end says nothing: what they leave undone is for the caller to do, or to fail at.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus, workers = seen.split(","), []
+    before = signal.signal(signal.SIGTERM, end)  # unwinds this process, as Ctrl-C does
+    try:
+        for number in range(num_workers):
+            command = [sys.executable, "-m", "bin.reproduction", *arguments, "--worker", str(number)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}
+            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        for worker in workers:
+            worker.wait()
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait()
+        signal.signal(signal.SIGTERM, before)

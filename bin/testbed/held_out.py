@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from typing import Any
 
@@ -64,15 +65,12 @@ def measure_all(model: PreTrainedModel, *, count: int, seed: int) -> list[dict[s
 def render_table(figures: list[dict[str, Any]]) -> str:
     """Lay out the figures of `measure_all` as a Markdown table, a column a length."""
     found = {(cell["task"], cell["two_word_names"], cell["tokens"]): cell["exact_match"] for cell in figures}
-    rows = [
-        " | ".join(["| task", "names", *(f"{tokens} tokens" for tokens in HELD_OUT_LENGTHS)]) + " |",
-        "|---" * (2 + len(HELD_OUT_LENGTHS)) + "|",
-    ]
-    for task in TASKS:
-        for two_words in (False, True):
-            cells = [f"{found[task, two_words, tokens]:.4f}" for tokens in HELD_OUT_LENGTHS]
-            rows.append(" | ".join([f"| {task}", "two words" if two_words else "one word", *cells]) + " |")
-    return "\n".join(rows)
+    rows = [["task", "names", *(f"{tokens} tokens" for tokens in HELD_OUT_LENGTHS)]]
+    rows.append(["---"] * len(rows[0]))
+    for task, two_words in itertools.product(TASKS, (False, True)):
+        cells = (f"{found[task, two_words, tokens]:.4f}" for tokens in HELD_OUT_LENGTHS)
+        rows.append([task, "two words" if two_words else "one word", *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:

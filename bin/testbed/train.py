@@ -31,8 +31,7 @@ import transformers
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bin.testbed.held_out import exact_match, measure_all, render_table
-from bin.testbed.tokenizer import build_tokenizer
+from bin.testbed.held_out import measure_all, render_table
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -47,9 +46,10 @@ from leank_convert.testbed.tasks import (
     Words,
     build_document,
 )
+from leank_convert.tokenizer import load_tokenizer
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
-_READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device
+_READ_LOSSES_EVERY, _POINT_EVERY = 20, 200  # steps; reading a loss waits for the device
 _HELD_OUT_COUNT = 1024  # prompts a cell
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -257,11 +257,6 @@ def _fit(model: PreTrainedModel, plan: TrainingPlan) -> list[dict[str, float]]:
             "length": LENGTHS[curriculum.stage],
             "loss": round(sum(losses) / len(losses), 5),
         }
-        if step % _MEASURE_EVERY == 0:
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                for task, two_words in itertools.product(TASKS, (False, True)):
-                    name = f"{task}{'_two_words' if two_words else ''}_2048"
-                    point[name] = exact_match(model, task, 2048, two_word_names=two_words, count=96, seed=1)
         curve.append(point)
         logger.info(json.dumps(point))
     return curve
@@ -278,7 +273,8 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
     figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
     model.save_pretrained(out)
-    build_tokenizer().save_pretrained(out)
+    # Of the same words, so it is the shipped one's.
+    load_tokenizer(MODEL_DIR).save_pretrained(out)
     record = {
         "plan": asdict(plan),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

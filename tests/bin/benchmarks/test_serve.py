@@ -1,5 +1,7 @@
 """`bin/benchmark serve` goes on where a side fails, and says which and how its log ends; no engine starts."""
 
+from dataclasses import asdict
+
 import torch
 
 from bin.benchmarks import serve
@@ -24,7 +26,7 @@ def measure(monkeypatch, failing):
             raise LeanKError("vLLM's server did not start: RuntimeError: no room", exit_code=1)
         side |= {"blocks": 10, "block_size": 64}
         for load in loads:
-            side["runs"].append({**RUN, "requests": load.requests, "concurrency": load.at_once})
+            side["runs"].append({**RUN, **asdict(load)})
             if failing.get(name) == "interrupt":
                 raise KeyboardInterrupt
             if failing.get(name) == "later":

@@ -119,25 +119,18 @@ def tensors(architecture: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_gguf(
-    path: Path, architecture: str, keys: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
-) -> Path:
-    """Write a file; `keys` and `weights` change some of it, None leaves one out.
-
-    As in Qwen2.5-Coder's file, the embedding has fewer bits than the head, where there is one.
-    """
-    keys = metadata(architecture) | (keys or {})
-    writer = GGUFWriter(path, keys.pop("general.architecture", architecture))
-    for key, value in keys.items():
+def write_gguf(path: Path, architecture: str) -> Path:
+    """Write a file; as in Qwen2.5-Coder's, the embedding has fewer bits than the head, where there is one."""
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata(architecture).items():
         add = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
         add |= {int: writer.add_uint32, float: writer.add_float32}
-        if value is not None:
-            add[type(value)](key, value)
+        add[type(value)](key, value)
     kinds = {"token_embd.weight": GGMLQuantizationType.Q4_0} if architecture == "qwen2" else {}
-    for name, weight in (tensors(architecture) | (weights or {})).items():
-        if weight is not None and weight.ndim == 1:
+    for name, weight in tensors(architecture).items():
+        if weight.ndim == 1:
             writer.add_tensor(name, weight.numpy())
-        elif weight is not None:
+        else:
             kind = kinds.get(name, GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, quantize(weight.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()

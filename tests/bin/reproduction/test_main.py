@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bin.reproduction import experiment, workers
+from bin.reproduction import experiment, units
 from bin.reproduction.__main__ import main
 from bin.reproduction.plan import MAIN
 from bin.reproduction.plans import make_plan
@@ -37,7 +37,7 @@ def run(monkeypatch):
                 return asked[0][0] / "tables.md"
 
         monkeypatch.setattr(experiment, "Experiment", Noted)
-        monkeypatch.setattr(workers, "run_workers", lambda *given: asked.append(given))
+        monkeypatch.setattr(units, "run_workers", lambda *given: asked.append(given))
         return CliRunner().invoke(main, arguments), asked
 
     return call

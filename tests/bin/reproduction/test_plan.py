@@ -6,7 +6,7 @@ import torch
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import UNALIGNED
 from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
-from bin.reproduction.plans import PLANS, VALUE_PLANS, make_plan
+from bin.reproduction.plans import NAMES, make_plan
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.masks import FOLDER
@@ -26,8 +26,8 @@ VALUES = {name: {**KINDS[name], "values": True} for name in ("gpu", "quick")}
 
 @pytest.fixture(
     params=[
-        *((name, options) for name in PLANS for options in KINDS.values()),
-        *((name, options) for name in VALUE_PLANS for options in VALUES.values()),
+        *((name, options) for name in NAMES for options in KINDS.values()),
+        *((name, options) for name in NAMES[1:] for options in VALUES.values()),
     ],
     ids=str,
 )

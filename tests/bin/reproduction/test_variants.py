@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bin.reproduction.variants import PrunedValues, RoundedPrompt
+from bin.reproduction.bench import PrunedValues, RoundedPrompt
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.prefill import decode_token, run_prefill
 from leank_convert.evaluate.variants import Masked
@@ -86,7 +86,6 @@ def test_values_pruned_in_memory_answer_as_a_checkpoint_does(retriever_folder, t
         own.channel_mask,
         kv_dtype=kv_dtype,
         windows=checkpoint.windows,
-        value_widths=mask.value_widths,
-        value_basis=mask.value_basis,
+        pruned_values=mask,
     )
     torch.testing.assert_close(answer(in_memory, variant), expected, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bin.testbed import held_out, train
 from bin.testbed.train import LENGTHS, Curriculum, TrainingPlan, training_sequence
-from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, USER, VOCABULARY
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, USER, VOCABULARY
 
 PLAN = TrainingPlan(steps=1000, tokens_per_step=2048)
 
@@ -90,6 +90,7 @@ def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypa
     assert len(record["held_out"]) == 6
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
-    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.get_vocab() == IDS and tokenizer.eos_token_id == model.config.eos_token_id
     kinds = getattr(model.config, "layer_types", ["full_attention"])
     assert kinds == plan.layer_types

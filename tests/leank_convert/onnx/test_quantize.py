@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from bin.benchmarks.onnx_step import round_weights
+from bin.benchmarks.onnx import round_weights
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned

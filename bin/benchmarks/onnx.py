@@ -35,12 +35,11 @@ from leank_convert.onnx.leank_onnx_session import load_graph, run_graph
 from leank_convert.onnx.quantize import SCHEMES, quantize_blocks
 
 SIDES = ("dense", "leank")
-_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 # At most these, so that a toy stays one. They make 373 MB of four of Llama's layers.
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
 _LAYERS = 4
 _TOKEN = 5
-_WARM_UP = 2
+_WARM_UP, _ROUNDS = 2, 21
 # Sharper than a model's of random weights, so that attention is far from uniform.
 _KEY_SCALE = 2.0
 _TOLERANCE = 1e-4
@@ -60,14 +59,7 @@ _COLUMNS: dict[str, Column] = {
 Cached = Sequence[tuple[Tensor, Tensor]]
 
 
-def benchmark_onnx(
-    setup: Setup,
-    *,
-    lengths: Sequence[int],
-    weights: str,
-    threads: int,
-    rounds: int,
-) -> dict[str, Any]:
+def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, threads: int) -> dict[str, Any]:
     """Measure a step at each length of the cache, and print a table.
 
     `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
@@ -80,7 +72,7 @@ def benchmark_onnx(
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
     measured = setup.take_layers(chosen)
-    report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
+    report = Report(setup.device, setup.describe(), for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {OPSET}, "
         f"{weights} weights, float32 cache"
@@ -114,7 +106,7 @@ def benchmark_onnx(
             }
             held = {side: step.cache_bytes for side, step in steps.items()}
             ok = all(check["ok"] for check in checks.values())
-            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds) if ok else {}
+            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}) if ok else {}
             cases.append(
                 {
                     "tokens": num_tokens,
@@ -125,7 +117,7 @@ def benchmark_onnx(
                     "step": {"checks": checks, **figures},
                 }
             )
-    _print_times(report, cases, rounds)
+    _print_times(report, cases)
     return report.document(
         "onnx",
         ok=all(case["ok"] for case in cases),
@@ -223,11 +215,7 @@ def exact_logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
 class HostStep:
     """One decode step of a graph as its host runs it, again and again on the same cache.
 
-    Args:
-        description: Of the graph.
-        graph: The graph itself, a session of onnxruntime.
-        cached: What is in the cache.
-        side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
+    The cache of the side `leank` is parted as it is while decoding.
     """
 
     def __init__(self, description: Description, graph: Any, cached: Cached, side: str) -> None:
@@ -280,13 +268,13 @@ def _without_reserve(cache: Cache) -> dict[str, Any]:
     return buffers
 
 
-def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
+def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int]) -> dict[str, Any]:
     """Time both sides in turns; which one begins changes every round."""
     for step in steps.values():
         for _ in range(_WARM_UP):
             step.run()
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
-    for index in range(rounds):
+    for index in range(_ROUNDS):
         for side in SIDES if index % 2 else reversed(SIDES):
             began = time.perf_counter()
             steps[side].run()
@@ -300,15 +288,13 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: 
     return {**figures, **ratios}
 
 
-def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
-    rows, notes, timed = [], [], []
+def _print_times(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
+    rows, notes = [], []
     for case in cases:
         figures, label = case["step"], f"{case['tokens']:,} tokens"
-        sides = {side: figures.get(side, {}) for side in SIDES}
-        spread = max((side["spread"] for side in sides.values() if side), default=None)
-        own = {f"{name} ms": side.get("milliseconds") for name, side in sides.items()}
+        own = {f"{side} ms": figures[side]["milliseconds"] for side in SIDES if side in figures}
+        spread = max((figures[side]["spread"] for side in SIDES if side in figures), default=None)
         rows.append((label, {**figures, **own, "spread": spread, "cache": case["cache_share"]}))
-        timed += [(f"{name} at {label}", side) for name, side in sides.items()]
         notes += [
             f"{label}: the {side} graph's logits are WRONG: {check['error']}"
             for side, check in figures["checks"].items()
@@ -317,5 +303,5 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
     if not notes:
         errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
         notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
-    notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
-    report.table("whole step, one row", _COLUMNS, rows, notes, timed=timed)
+    notes.append(f"medians of {_ROUNDS} rounds in turns; ±: half the quartiles' distance, the larger one")
+    report.table("whole step, one row", _COLUMNS, rows, notes)

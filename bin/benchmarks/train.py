@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
-from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
+from bin.benchmarks.geometries import TOY
+from bin.benchmarks.measuring import peak_bytes, release_memory, time_replays
 from bin.benchmarks.random_models import Setup, build_stock, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.architectures import ModelFacts
@@ -29,6 +30,9 @@ from leank_convert.train.graphs import Gradients
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
+# How many are asked of one context, and the tokens of a question and its answer.
+_QUESTIONS, _TOY_QUESTIONS = (8, (24, 40)), (2, (3, 5))
+_ROUNDS = 3
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
 # Higher precision needs twice the weights; and every further layer's rounding blurs what is compared.
 _CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
@@ -43,17 +47,16 @@ _COLUMNS: dict[str, Column] = {
 }
 
 
-def benchmark_train(
-    setup: Setup, *, length: int, questions: int, question_size: tuple[int, int], rounds: int
-) -> dict[str, Any]:
+def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
     """Measure steps of one and of several questions on one context, and print a table.
 
-    `length` counts context, one question and its answer, `question_size` the tokens of both. If our step's
-    loss or gradient is not right, the JSON document that is returned has `ok` false and no figures.
+    `length` counts context, one question and its answer. If our step's loss or gradient is not right, the
+    JSON document that is returned has `ok` false and no figures.
 
     Raises:
         LeanKError: If the length leaves nothing to prune.
     """
+    questions, question_size = _TOY_QUESTIONS if setup.geometry.name == TOY else _QUESTIONS
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
     if length < least:
@@ -70,13 +73,13 @@ def benchmark_train(
     for case in check["cases"]:
         error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
         report.line(
-            f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
-            f"plain passes {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
+            f"{case['questions']} on a context: error of gradient {error:.1e}, of plain passes {own:.1e}: "
+            f"{'as close' if case['ok'] else 'WRONG, nothing is measured'}"
         )
     if check["ok"]:
         model = fused(build_trainee(setup))
         samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
-        results["step"] = measure_step(model, samples, setup, rounds)
+        results["step"] = measure_step(model, samples, setup)
         _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
     return report.document("train", ok=check["ok"], dtype=setup.dtype_name, **sizes, check=check, **results)
@@ -119,21 +122,19 @@ def check_step(
 ) -> dict[str, Any]:
     """Compare loss and gradient with those in higher precision, on a shallow model of the shape.
 
-    Checked are stage 1 with one question, which is what is timed, and some questions on one context with a
-    head that is empty, as stage 2 may have it.
+    Checked are one question and some on one context, and with these a head that is empty, as one may become.
     """
     num_layers = min(setup.geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
     shallow = setup.take_layers(range(num_layers))
     plain, facts = build_trainee(shallow), shallow.geometry.facts
     ours, exact = fused(copy.deepcopy(plain)), copy.deepcopy(plain).to(EXACT[setup.dtype])
     factors = draw_factors(facts, setup.device)
-    emptied = factors.clone()
-    emptied[0, 0] = 0.0
-    students = Student(setup.windows, factors), Student(setup.windows, emptied, emptied.any(-1))
     cases = []
-    for stage, student in enumerate(students, start=1):
-        count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
-        sample = draw_sample(ours, length, count, question_size, seed=stage)
+    for count in sorted({1, min(num_questions, _CHECKED_QUESTIONS)}):
+        if count > 1:
+            factors[0, 0] = 0.0
+        student = Student(setup.windows, factors, factors.any(-1) if count > 1 else None)
+        sample = draw_sample(ours, length, count, question_size, seed=count)
         found = differentiate(ours, facts, sample, student)
         own, truth = (
             differentiate(model, facts, sample, student, captures=False) for model in (plain, exact)
@@ -144,7 +145,7 @@ def check_step(
         # One number, the loss, may be right by luck: it is held to the larger of the errors.
         loss, gradient = judge(errors[0], max(theirs)), judge(errors[1], theirs[1])
         ok = loss["ok"] and gradient["ok"]
-        cases.append({"stage": stage, "questions": count, "loss": loss, "gradient": gradient, "ok": ok})
+        cases.append({"questions": count, "loss": loss, "gradient": gradient, "ok": ok})
     ok = all(case["ok"] for case in cases)
     return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
 
@@ -182,12 +183,12 @@ def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable
     return run
 
 
-def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, rounds: int) -> dict[str, Any]:
+def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup) -> dict[str, Any]:
     """Seconds of the prefill alone; seconds and peak memory of a step on each sample."""
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = time_whole(call, device, rounds=rounds)
+        timing = time_replays(None, call, device, rounds=_ROUNDS)
         return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.
