@@ -1,7 +1,5 @@
 """What tiny random models of the families need beyond the sizes that all have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models with a real tokenizer, and checkpoints made of them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

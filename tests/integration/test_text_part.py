@@ -1,7 +1,5 @@
 """The text model of a model that also reads images is converted where it lies."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

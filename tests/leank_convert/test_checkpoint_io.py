@@ -7,6 +7,7 @@ from leank_convert.checkpoint_io import INDEX_NAME, SINGLE_FILE_NAME, open_check
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, write_atomically
 from leank_convert.hub import resolve_model
+from tests.checks import edit_json
 
 
 def test_sharded_and_single_file_folders_hold_the_same(source_model):
@@ -46,7 +47,7 @@ def test_folders_without_config_or_weights_are_refused(source_model):
     assert "it is an ONNX folder" in str(refused(folder, "has no `config.json`").hint)
 
 
-def test_shards_that_contradict_the_index_are_refused(source_model, edit_json):
+def test_shards_that_contradict_the_index_are_refused(source_model):
     folder = source_model("llama")
     index = read_json(folder / INDEX_NAME)
     weight_map = index["weight_map"]
@@ -89,7 +90,7 @@ def test_adapters_and_gguf_get_their_hint(source_model, tmp_path):
     assert "GGUF" in str(caught.value.hint)
 
 
-def test_a_tensor_in_two_shards_is_refused(source_model, edit_json):
+def test_a_tensor_in_two_shards_is_refused(source_model):
     folder = source_model("llama")
     weight_map = read_json(folder / INDEX_NAME)["weight_map"]
     shard = weight_map["model.norm.weight"]
@@ -112,7 +113,7 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(step, tmp_path, mon
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_the_leank_block_of_a_checkpoint_is_read(tmp_path, edit_json):
+def test_the_leank_block_of_a_checkpoint_is_read(tmp_path):
     with pytest.raises(LeanKError, match=r"has no `config\.json`"):
         read_leank_config(tmp_path)
     with pytest.raises(LeanKError, match=r"`.*missing` does not exist"):

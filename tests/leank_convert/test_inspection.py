@@ -12,7 +12,7 @@ from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.onnx.leank_onnx_cache import digest_of
-from tests.checks import provenance_of
+from tests.checks import edit_json, fitting_mask, provenance_of
 from tests.tiny_families import OPTIONS
 
 
@@ -105,9 +105,7 @@ def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
-def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
-    tmp_path, mask, source_model, edit_json
-):
+def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(tmp_path, mask, source_model):
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
     whole = read_json(out / "config.json")["leank"]
     for key, value in itertools.product(
@@ -143,7 +141,7 @@ def onnx_folder(retriever_half, tmp_path):
     return copy
 
 
-def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder, edit_json):
+def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder):
     facts = inspect_artifact(onnx_folder)
     assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("retriever", "llama")
     assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
@@ -169,7 +167,7 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
         inspect_artifact(onnx_folder, Load(1 << 30, 8192))
 
 
-def test_a_damaged_onnx_folder_is_refused(onnx_folder, edit_json):
+def test_a_damaged_onnx_folder_is_refused(onnx_folder):
     save_mask(ChannelMask(torch.ones(2, 2, 16, dtype=torch.bool)), onnx_folder / "channel_mask.safetensors")
     with pytest.raises(LeanKError, match=r"channel_mask.safetensors` differs from what was exported"):
         inspect_artifact(onnx_folder)
@@ -214,9 +212,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
         ("olmo3", "what layers that are not pruned hold in vLLM's cache is not counted"),
     ],
 )
-def test_requests_of_models_that_no_engine_serves_are_not_counted(
-    family, told, source_model, fitting_mask, tmp_path
-):
+def test_requests_of_models_that_no_engine_serves_are_not_counted(family, told, source_model, tmp_path):
     source = source_model(
         family, **OPTIONS[family], **({"num_hidden_layers": 4} if family == "olmo3" else {})
     )

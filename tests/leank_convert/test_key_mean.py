@@ -17,7 +17,7 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.report.mask_report import write_report
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
-from tests.checks import failed, provenance_of, rewrite_mask, say_in_block
+from tests.checks import edit_tensors, failed, fitting_mask, provenance_of, say_in_block
 
 TOKENS = 4321
 
@@ -28,7 +28,7 @@ def source(source_model):
 
 
 @pytest.fixture
-def mask(source, fitting_mask):
+def mask(source):
     """A mask of the source with all that a mask can have."""
     known = provenance_of(source, key_mean_tokens=TOKENS)
     channels = fitting_mask(source).channel_mask
@@ -76,7 +76,7 @@ def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask, tmp_path):
 def test_what_is_no_mean_of_the_masks_keys_is_refused(mask, tmp_path, mean, message):
     path = tmp_path / "m.safetensors"
     save_mask(mask, path)
-    rewrite_mask(path, key_mean=mean)
+    edit_tensors(path, key_mean=mean)
     with pytest.raises(LeanKError, match=re.escape(f"mask `{path}`: {message}")) as caught:
         load_mask(path)
     assert caught.value.exit_code == 2
@@ -90,11 +90,11 @@ def test_a_mean_without_the_rope_that_it_holds_under_or_that_was_lost_is_refused
     with pytest.raises(LeanKError, match=message):
         save_mask(replace(mask, provenance=None), path)
     save_mask(ChannelMask(mask.channel_mask), path)
-    rewrite_mask(path, key_mean=mask.key_mean)
+    edit_tensors(path, key_mean=mask.key_mean)
     with pytest.raises(LeanKError, match=message):
         load_mask(path)
     save_mask(mask, path)
-    rewrite_mask(path, key_mean=None)
+    edit_tensors(path, key_mean=None)
     with pytest.raises(LeanKError, match="has no tensor `key_mean`, and its header metadata says"):
         load_mask(path)
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_whose_parts_contradict_one_another_is_found(checkpoint):
     assert "config.json has no `leank.key_mean`" in say(None)["mask file"]
     for value in (False, 1, "x", [True]):
         assert f"`leank.key_mean` is {value!r}, not true" in say(value)["config"]
-    rewrite_mask(path, key_mean=torch.full((3, 4, 6), torch.nan).half())
+    edit_tensors(path, key_mean=torch.full((3, 4, 6), torch.nan).half())
     assert "`key_mean` holds nan" in say(True)["mask file"]
     path.write_bytes(whole)
     known = load_mask(path).provenance

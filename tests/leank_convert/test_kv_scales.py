@@ -22,7 +22,7 @@ from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
 from runtime import fp8_leank
 from runtime.constants_leank import Constants, choose_constants
-from tests.checks import failed, run
+from tests.checks import failed, fitting_mask, run
 
 
 def random_scales(layers=3, heads=4, head_dim=12):
@@ -63,7 +63,7 @@ def test_each_checkpoint_runs_the_parts_that_it_carries_whatever_was_loaded_befo
 
 
 @pytest.fixture
-def exported(source_model, fitting_mask, tmp_path):
+def exported(source_model, tmp_path):
     """A model in several shards, whose mask moves heads, and its checkpoint with random scales."""
     source = source_model("llama")
     scales = random_scales()
@@ -131,7 +131,7 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
         assert torch.allclose(stock(ids).logits, original(ids).logits, atol=1e-4)
 
 
-def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, fitting_mask, tmp_path):
+def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, tmp_path):
     source = source_model("llama")
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_dtype="fp8")
     assert read_json(out / "config.json")["leank"]["kv_scales"] is None
@@ -254,7 +254,7 @@ def test_what_has_no_such_cache_refuses_in_a_sentence(testbed, exported_testbed,
         kv_scales.describe_cache("int4", random_scales())
 
 
-def test_scales_of_another_model_are_refused(source_model, fitting_mask, tmp_path):
+def test_scales_of_another_model_are_refused(source_model, tmp_path):
     source = source_model("llama")
     options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
     with pytest.raises(LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"):

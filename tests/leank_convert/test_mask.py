@@ -21,7 +21,7 @@ from leank_convert.mask import (
     save_mask,
 )
 from leank_convert.mask_provenance import MaskProvenance
-from tests.checks import refused
+from tests.checks import ragged_mask, refused
 
 
 def facts(**changes):
@@ -49,7 +49,7 @@ def provenance(**changes):
     return MaskProvenance.for_model("a/b", facts(), **{**given, **changes})
 
 
-def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
+def test_a_saved_mask_is_read_back_whole(tmp_path):
     mask = ChannelMask(ragged_mask(), torch.rand(3, 4, 12), provenance())
     save_mask(mask, tmp_path / "m.safetensors")
     read = load_mask(tmp_path / "m.safetensors")
@@ -62,7 +62,7 @@ def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, ragged_mask, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
@@ -96,7 +96,7 @@ def write(path, content):
     ("suffix", "dtype"),
     [*zip(SUFFIXES, (torch.bool, torch.float32, torch.int64, torch.float32), strict=True)],
 )
-def test_plain_tensors_are_imported(tmp_path, ragged_mask, suffix, dtype):
+def test_plain_tensors_are_imported(tmp_path, suffix, dtype):
     mask = ragged_mask()
     read = load_mask(write(tmp_path / f"m{suffix}", mask.to(dtype)))
     assert read.channel_mask.dtype == torch.bool
@@ -213,7 +213,7 @@ def check(mask, model):
     check_mask_fits(mask, model, mask_origin="m.pth", model_origin="some/model")
 
 
-def test_a_mask_of_another_model_is_refused(ragged_mask):
+def test_a_mask_of_another_model_is_refused():
     mask = ChannelMask(ragged_mask(), None, provenance())
     check(mask, facts())
     with pytest.raises(LeanKError, match=re.escape("[3, 4, 12]; model `some/model` needs [2, 4, 12]")):
@@ -258,7 +258,7 @@ def test_plain_tensors_however_stored_are_imported(tmp_path):
         ("versions", '{"torch": 2}', "`versions.torch` is 2: Input should be a valid string"),
     ],
 )
-def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, ragged_mask, key, text, message):
+def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, key, text, message):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask(), None, provenance()), path)
     with safe_open(path, "pt") as file:

@@ -13,6 +13,7 @@ from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.model import find_model, load_model
+from tests.checks import fitting_mask
 
 RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
 
@@ -86,7 +87,7 @@ def test_a_checkpoints_tokenizer_needs_none_of_its_code(shipped_checkpoint, copy
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_code_is_carried_into_a_checkpoint(source_model, fitting_mask, tmp_path, caplog):
+def test_no_code_is_carried_into_a_checkpoint(source_model, tmp_path, caplog):
     source, marker = source_model(), tmp_path / "ran"
     plant(source, marker, chat_template="{{ messages }}")
     code = {"tokenizer_own.py", "tokenizer.pkl", "vocab.so", "chat_template.py", "LICENSE.py"}

@@ -20,12 +20,13 @@ from leank_convert.methods import measured_cache
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.report.mask_report import write_report
 from tests.checks import (
+    edit_tensors,
     facts_of,
     failed,
+    fitting_mask,
     prune_values,
     refused,
     rejected,
-    rewrite_mask,
     say_in_block,
 )  # fmt: skip
 
@@ -36,7 +37,7 @@ def source(source_model):
 
 
 @pytest.fixture
-def mask(source, fitting_mask):
+def mask(source):
     return prune_values(fitting_mask(source), source)
 
 
@@ -90,7 +91,7 @@ def test_what_is_no_basis_and_no_widths_is_refused(mask, tmp_path):
         cases.append(({"value_widths": changed(widths, place, width)}, told))
     for case, message in cases:
         save_mask(mask, path)
-        rewrite_mask(path, **case)
+        edit_tensors(path, **case)
         with pytest.raises(LeanKError, match=re.escape(message)) as caught:
             load_mask(path)
         assert caught.value.exit_code == 2 and str(path) in str(caught.value)

@@ -7,11 +7,11 @@ import torch
 
 from leank_convert import warmup
 from leank_convert.export import export_checkpoint
-from tests.checks import done, rejected
+from tests.checks import done, fitting_mask, rejected
 
 
 @pytest.fixture
-def checkpoint(source_model, fitting_mask, tmp_path):
+def checkpoint(source_model, tmp_path):
     """A checkpoint of one dtype without weights: they are not read."""
 
     def build(dtype):
@@ -74,7 +74,7 @@ def test_without_a_gpu_it_exits_2_with_a_hint(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, fitting_mask, tmp_path):
+def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, tmp_path):
     source = source_model("llama", dtype="bfloat16", head_dim=64)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     facts = json.loads(done("warmup", out, "--json"))

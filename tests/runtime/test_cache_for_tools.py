@@ -1,7 +1,5 @@
 """What tools do with caches: join prompts that ran one at a time, fork a prefill, drive one layer alone."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,7 +1,5 @@
 """The cache as an object: bytes, growth, crop, beams, copies, channel masks of one's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Caches in FP8 and int4: how they round, what by, the bits that it takes, and who chooses them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

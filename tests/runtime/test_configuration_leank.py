@@ -1,7 +1,5 @@
 """The `leank` block: what is wrong with it is said when the config is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused forward pass: where it serves, what it computes, and what it leaves of a model's weights."""
 
-from __future__ import annotations
-
 import copy
 import io
 

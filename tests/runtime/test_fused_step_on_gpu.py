@@ -1,7 +1,5 @@
 """The fused step on a CUDA device: its kernels against the stock classes, whole steps, what it costs."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 

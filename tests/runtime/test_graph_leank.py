@@ -1,7 +1,5 @@
 """Captured decode steps against eager ones; the `graphs` fixture records operations in place of a device."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

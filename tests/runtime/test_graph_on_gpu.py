@@ -1,7 +1,5 @@
 """Captured decode steps on a CUDA device, with the real kernels: tokens, memory, waiting, two devices."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """The seam to transformers: handles, masks, and what padding may hold."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Chunks: every channel of every head has exactly one lane, kept channels first and ascending."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers that are not pruned, in a cache that is used in other ways than by one prompt and its answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What may be captured: which steps, and which models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

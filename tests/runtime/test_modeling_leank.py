@@ -1,7 +1,5 @@
 """`generate` and forward of LeanK models built in memory: dense where all is kept, clear refusals."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

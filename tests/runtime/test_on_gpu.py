@@ -1,7 +1,5 @@
 """Decoding on a CUDA device by plain torch: the CPU's tokens, and no decode step waits for the device."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """How many pages rows get, and what moves with them: growth, other rows, rows of several caches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

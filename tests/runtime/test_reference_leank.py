@@ -1,7 +1,5 @@
 """Decode attention and turns in plain torch, against the naive reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a LeanK model cannot do, it refuses at once, in a sentence that names the way out."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

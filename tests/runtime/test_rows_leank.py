@@ -1,7 +1,5 @@
 """What a step of rows tells the layers: without asking the device, and only once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How much memory a cache takes: what is reserved, how it grows, and what a prompt leaves behind."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

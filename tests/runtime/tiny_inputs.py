@@ -1,7 +1,5 @@
 """Masks, tokens and settings of tiny models, how they are fed, and how close their logits have to be."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

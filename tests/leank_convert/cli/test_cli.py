@@ -10,7 +10,7 @@ import pytest
 
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
-from tests.checks import done, rejected, run
+from tests.checks import done, edit_json, rejected, run, snapshot
 
 SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
 CALIBRATION = ["--set", "calibration_prompts=2"]
@@ -97,9 +97,7 @@ def test_window_flags_reach_the_checkpoint(tmp_path):
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
 
 
-def test_what_cannot_be_exported_is_refused_before_it_is_trained(
-    exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
-):
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(exported, copy_of, tmp_path, monkeypatch):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
     quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
     edit_json(quantized / "config.json", quantization_config={"load_in_4bit": True})

@@ -1,7 +1,5 @@
 """Libraries that cannot be imported, or not beside each other: one sentence, whatever they raise."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,6 +5,7 @@ import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated, load_model
+from tests.checks import edit_json
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):
@@ -23,7 +24,7 @@ def test_the_dense_twin_holds_the_very_parameters(evaluated):
     ],
     ids=["weights of another shape", "a missing file", "nonsense beside the weights"],
 )
-def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model, edit_json):
+def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model):
     source = source_model()
     edit_json(source / file, **keys)
     with pytest.raises(LeanKError, match=f"`{source}` cannot be loaded: "):
@@ -31,7 +32,7 @@ def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model,
 
 
 @pytest.mark.parametrize("keys", [{"text_config": {}}, {"text_config": "x"}], ids=str)
-def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of, edit_json):
+def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of):
     out = copy_of(shipped_checkpoint)
     edit_json(out / "config.json", **keys)
     with pytest.raises(LeanKError, match=f"`{out}` is refused by transformers: ") as caught:

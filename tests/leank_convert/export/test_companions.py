@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
+from tests.checks import fitting_mask
 
 # Tokenizer classes split it in different ways: digits, an accent of its own, spaces, a contraction.
 TEXT = "In 2024 it's  12345 cafe\u0301s,\n\n  and 007!"
@@ -38,7 +39,7 @@ def write_tokenizer(folder, **settings):
         ("qwen2", None),
     ],
 )
-def test_the_tokens_are_the_sources(family, named, source_model, fitting_mask, tmp_path):
+def test_the_tokens_are_the_sources(family, named, source_model, tmp_path):
     source = source_model(family)
     write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")

@@ -13,6 +13,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.verify import verify_checkpoint
+from tests.checks import fitting_mask
 
 
 def digest_of(content):
@@ -136,9 +137,7 @@ def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
     assert replace(old) == {"config.json", "model.safetensors"}
 
 
-def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(
-    source_model, fitting_mask, tmp_path
-):
+def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(source_model, tmp_path):
     out, source = tmp_path / "out", source_model()
     export_checkpoint(source, fitting_mask(source), out)
     (out / "notes.txt").write_text("mine")

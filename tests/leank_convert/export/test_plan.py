@@ -13,7 +13,7 @@ from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.export.plan import plan_edits
 from leank_convert.mask import all_channels_mask
 from leank_convert.verify import verify_checkpoint
-from tests.checks import bless, facts_of, failed
+from tests.checks import bless, edit_json, facts_of, failed, refused_export
 from tests.tiny_families import FAMILIES, OPTIONS, some_families
 
 LINEAR = [row for row in FAMILIES if "linear_attention" in row.values[0].other_layers]
@@ -32,7 +32,7 @@ def tiny(source_model):
 
 
 @pytest.fixture
-def found(tmp_path, edit_json, refused):
+def found(tmp_path):
     """What `verify` says of a checkpoint with an edited config.json, once an export refused such a source."""
 
     def run(source, message, **changes):
@@ -43,7 +43,7 @@ def found(tmp_path, edit_json, refused):
         for folder in (source, out):
             (folder / "before.json").write_bytes((folder / "config.json").read_bytes())
             edit_json(folder / "config.json", **changes)
-        refused(source, mask, tmp_path / "again", message)
+        refused_export(source, mask, tmp_path / "again", message)
         with pytest.raises(LeanKError, match=re.escape(message)):
             check_exportable(source, tmp_path / "again")
         bless(out)
@@ -101,7 +101,7 @@ def test_sinks_move_though_there_are_as_many_as_channels_of_a_head(tiny):
     assert edits["model.layers.1.self_attn.sinks"].permutation == (3, 1, 2, 0)
 
 
-def test_tensors_that_no_layer_asks_for_are_let_be(tiny, edit_json, tmp_path):
+def test_tensors_that_no_layer_asks_for_are_let_be(tiny, tmp_path):
     """Layers that predict further tokens stand behind the last one, whatever the config says."""
     source = tiny("qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
     file = source / "model.safetensors"

@@ -15,7 +15,7 @@ from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
-from tests.checks import failed
+from tests.checks import edit_json, failed, fitting_mask, refused_export
 from tests.packed_weights import FEW_BITS, FORMATS, GROUP, SHARED_SCALES
 
 WEIGHTS = "model.safetensors"
@@ -26,7 +26,7 @@ HALF_HEADS = {**LARGE, "num_key_value_heads": 8, "head_dim": GROUP // 2}  # a gr
 
 
 @pytest.fixture
-def quantized(source_model, edit_json):
+def quantized(source_model):
     """Write a model with quantized projections, and one of the plain weights that they stand for."""
 
     def build(name, family="llama", **sizes):
@@ -54,7 +54,7 @@ def quantized(source_model, edit_json):
 
 
 @pytest.fixture
-def export_both(fitting_mask, tmp_path):
+def export_both(tmp_path):
     """Checkpoints of a quantized model and of one of the weights that it stands for, by one mask."""
 
     def export(source, plain):
@@ -122,7 +122,7 @@ def test_rows_of_a_fused_projection_take_their_scales_along(quantized, export_bo
 
 
 @pytest.mark.parametrize("name", ["blocks", "one scale, fp8"])
-def test_transformers_reads_the_permuted_weights(name, quantized, export_both, edit_json):
+def test_transformers_reads_the_permuted_weights(name, quantized, export_both):
     layout, source, plain = quantized(name)
     wants_no_gpu = {**layout.config, "dequantize": True}
     edit_json(source / "config.json", quantization_config=wants_no_gpu)
@@ -140,7 +140,7 @@ def test_transformers_reads_the_permuted_weights(name, quantized, export_both, e
     assert found.generate(prompt, **options).equal(expected.generate(prompt, **options))
 
 
-def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_path, monkeypatch):
+def test_a_library_that_is_not_installed_is_named(quantized, tmp_path, monkeypatch):
     _, source, plain = quantized("rows")
     out = export_checkpoint(source, fitting_mask(plain), tmp_path / "out")
     monkeypatch.setattr(
@@ -156,9 +156,7 @@ def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_p
             load()
 
 
-def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
-    source_model, fitting_mask, tmp_path, edit_json
-):
+def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(source_model, tmp_path):
     """As GPT-OSS is published: experts in MXFP4, whose layout says nothing to an export."""
     sizes = {"head_dim": 8, "intermediate_size": 64, "num_local_experts": 4, "pad_token_id": 0}
     layers = ["full_attention"] * 3
@@ -239,18 +237,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_permuted_exactly_is_refused_with_the_reason(
-    case, quantized, fitting_mask, tmp_path, edit_json, refused
-):
+def test_what_cannot_be_permuted_exactly_is_refused_with_the_reason(case, quantized, tmp_path):
     name, sizes, keys, tensors, message = case
     layout, source, plain = quantized(name, **sizes)
     edit_tensors(source, **tensors)
     given = {key: value for key, value in {**layout.config, **keys}.items() if value is not ...}
     edit_json(source / "config.json", quantization_config=given)
-    refused(source, fitting_mask(plain), tmp_path / "out", message)
+    refused_export(source, fitting_mask(plain), tmp_path / "out", message)
 
 
-def test_a_graph_is_made_of_plain_weights(quantized, fitting_mask, tmp_path):
+def test_a_graph_is_made_of_plain_weights(quantized, tmp_path):
     _, source, plain = quantized("rows")
     with pytest.raises(LeanKError, match=f"^`{source}`: .* a graph is made of plain ones"):
         export_onnx(source, fitting_mask(plain), tmp_path / "out")

@@ -9,7 +9,7 @@ from leank_convert.export.request import ExportRequest
 from leank_convert.export.request import choose as choose_for
 from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.recipe import Recipe
-from tests.checks import provenance_of
+from tests.checks import fitting_mask, provenance_of
 
 RECIPE = "windows: {sink_size: 5, recent_size: 7}\nmodel: {config_overrides: {max_position_embeddings: 99}}\n"
 
@@ -24,7 +24,7 @@ def source(source_model):
 
 
 @pytest.fixture
-def trained(source, fitting_mask):
+def trained(source):
     """A mask that was trained with windows of 1, 2 and 3 tokens."""
     known = provenance_of(source, sink_size=1, recent_size=2, flush_size=3)
     return ChannelMask(fitting_mask(source).channel_mask, None, known)

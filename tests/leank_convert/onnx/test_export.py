@@ -15,7 +15,7 @@ from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, export, libraries
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.pruned_model import load_pruned
-from tests.checks import done, failed, rejected
+from tests.checks import done, edit_json, failed, rejected
 from tests.leank_convert.onnx.conftest import CASES, build
 
 
@@ -153,7 +153,7 @@ def test_a_graph_without_sink_recent_tokens_and_pruned_region_is_tried_too(expor
     ids=["recipe", "option of export", "sliding window", "family", "rope that changes by length"],
 )
 def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
-    config, options, message, retriever_folder, mask_file, tmp_path, edit_json
+    config, options, message, retriever_folder, mask_file, tmp_path
 ):
     source = shutil.copytree(retriever_folder, tmp_path / "source")
     edit_json(source / "config.json", **config)

@@ -1,7 +1,5 @@
 """The shipped runner reads, decodes and flushes as the PyTorch runtime does, whatever the rows and turns."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The shipped runner on its own: what it imports, text and chat templates, and what it says to mistakes."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The shipped runner's command: what it reads and prints, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -13,6 +11,7 @@ import pytest
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
+from tests.checks import snapshot
 from tests.leank_convert.onnx.conftest import change_description
 
 TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
@@ -38,7 +37,7 @@ def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = B
     )
 
 
-def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(copied, snapshot):
+def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(copied):
     before = snapshot(copied)
     done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1"])
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,7 @@ from leank_convert.train import derive as module
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.model import count_bytes, find_model
-from tests.checks import run
+from tests.checks import edit_json, run
 from tests.tiny_families import tiny_llama
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
@@ -157,7 +157,7 @@ def test_a_run_goes_on_by_the_recipe_that_was_derived_when_it_began(instructed, 
     assert train_mask(instructed, out, resume=True, progress=False).channel_mask.shape == (2, 2, 16)
 
 
-def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model, edit_json):
+def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model):
     folder = source_model()
     edit_json(folder / "config.json", _name_or_path="Qwen/Qwen3-4B")
     recipe = choose_recipe(None, folder, training=True)
@@ -165,7 +165,7 @@ def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(so
     assert recipe.derivation == ""
 
 
-def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, tmp_path, edit_json):
+def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, tmp_path):
     done = train(source_model(), "-o", tmp_path / "out")  # 512 positions
     assert "has 512 positions (`max_position_embeddings`): too few" in done.stderr
     assert "--recipe FILE" in done.stderr

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from leank_convert.errors import LeanKError
 from leank_convert.methods import calibration
 from leank_convert.train import key_mean, model
+from tests.checks import edit_json
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def copied(retriever_folder, tmp_path):
     ids=str,
 )
 def test_a_model_that_cannot_be_trained_is_refused(
-    change, message, train_one, short_recipe, copied, edit_json, tmp_path
+    change, message, train_one, short_recipe, copied, tmp_path
 ):
     if isinstance(change, dict):
         edit_json(copied / "config.json", **change)
