@@ -1,6 +1,6 @@
 """Models built in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ def packed(masks: torch.Tensor) -> list[str]:
 
 
 def build_pair(
-    masks: torch.Tensor,
+    masks: torch.Tensor | Sequence[Sequence[int]],
     family: str = "Llama",
     groups: int = 2,
     sink: int = 3,
@@ -37,8 +37,11 @@ def build_pair(
     flush: int = 4,
     prune: str = "eager",
     seed: int = 0,
+    head_dim: int = 16,
     **config: Any,
 ) -> ModelPair:
+    """Of masks, or of so many channels of each head."""
+    masks = masks if isinstance(masks, torch.Tensor) else random_mask(masks, head_dim)
     num_pruned, num_kv_heads, head_dim = masks.shape
     kinds = config.get("layer_types", ["full_attention"] * num_pruned)
     sizes: dict[str, Any] = {
@@ -90,15 +93,7 @@ def model_pair() -> Callable[..., ModelPair]:
 
 
 @pytest.fixture
-def some_masks() -> Callable[..., torch.Tensor]:
-    """Random masks: `some_masks([[0, 5, 16], …])` keeps so many channels per head."""
-    return random_mask
-
-
-@pytest.fixture
-def coded_pair(
-    model_pair: Callable[..., ModelPair], some_masks: Callable[..., torch.Tensor]
-) -> Callable[..., ModelPair]:
+def coded_pair(model_pair: Callable[..., ModelPair]) -> Callable[..., ModelPair]:
     """A pair by what its cache codes, `coded_pair("fp8 static centred")`, keys of channels of many sizes.
 
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
@@ -108,7 +103,7 @@ def coded_pair(
         kv_dtype, _, constants = codec.partition(" ")
         if kv_dtype == "int4" and not family:
             widths, head_dim = INT4_WIDTHS, 80
-        masks = some_masks(widths, head_dim)
+        masks = random_mask(widths, head_dim)
         pair = model_pair(masks, *family, **config)
         if "values" in constants:
             kept = [
@@ -163,9 +158,9 @@ def rotate_values(pair: ModelPair) -> None:
 
 
 @pytest.fixture
-def model(model_pair: Callable[..., ModelPair], some_masks: Callable[..., torch.Tensor]) -> Any:
+def model(model_pair: Callable[..., ModelPair]) -> Any:
     """Of two layers, whose heads keep as many channels as `WIDTHS` says."""
-    return model_pair(some_masks(WIDTHS)).leank
+    return model_pair(WIDTHS).leank
 
 
 @pytest.fixture

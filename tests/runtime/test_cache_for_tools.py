@@ -9,6 +9,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate, fill_layer, fork
 from tests.runtime.tiny_inputs import WIDTHS, ids
+from tests.tiny_families import random_mask
 
 LENGTHS = [20, 33, 5]
 
@@ -31,10 +32,10 @@ def test_layers_are_joined_one_by_one(model):
     assert gone == [0, 0, 0, 1, 1, 1]
 
 
-def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, some_masks):
+def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair):
     first, second, _ = prefilled(model)
-    other = prefilled(model_pair(some_masks(WIDTHS, seed=1)).leank)[0]
-    wider = prefilled(model_pair(some_masks(WIDTHS), recent=9).leank)[0]
+    other = prefilled(model_pair(random_mask(WIDTHS, seed=1)).leank)[0]
+    wider = prefilled(model_pair(WIDTHS, recent=9).leank)[0]
     double = prefilled(copy.deepcopy(model).double())[0]
     centred = copy.deepcopy(model)
     centred.key_means = [torch.ones(1, 3, 16) for _ in model.model.layers]

@@ -32,8 +32,8 @@ def test_growth_takes_few_steps():
     assert growths < 100
 
 
-def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair, some_masks):
-    pair = model_pair(some_masks(WIDTHS))
+def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair):
+    pair = model_pair(WIDTHS)
     with torch.no_grad():
         cache = pair.leank(torch.stack([row(70, 0), row(70, 1), row(70, 2)]))[CACHE]
     pools = [layer.store.kept_keys for layer in cache.layers]

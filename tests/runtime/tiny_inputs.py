@@ -74,6 +74,22 @@ def feed_turns(
     return torch.cat(logits, 1)
 
 
+def feed_both(
+    model: Any, turns: Sequence[int], mask: torch.Tensor | None = None, **how: Any
+) -> tuple[Any, Any]:
+    """Feed turns with graphs and without, and hold the one to the other; both caches."""
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = (feed_turns(model, each, turns, mask, **how) for each in (cache, plain))
+    real = slice(None) if mask is None else mask[:, : sum(turns)].bool()
+    assert_close(model, ours[real], eager[real])
+    for name in ("lengths", "pruned_lengths"):
+        assert torch.equal(getattr(cache.rows, name), getattr(plain.rows, name))
+    assert cache.rows.max_length == plain.rows.max_length
+    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+    assert plain.graph.num_replays == 0
+    return cache, plain
+
+
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest number that is expected."""
     return float((ours.detach() - expected).abs().max() / expected.abs().max())

@@ -5,7 +5,7 @@ import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated, load_model
-from tests.checks import edit_json
+from tests.checks import edit_json, refusal
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):
@@ -35,6 +35,5 @@ def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model)
 def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of):
     out = copy_of(shipped_checkpoint)
     edit_json(out / "config.json", **keys)
-    with pytest.raises(LeanKError, match=f"`{out}` is refused by transformers: ") as caught:
+    with refusal(f"`{out}` is refused by transformers: ", f"`leank-convert verify {out}`"):
         load_evaluated(out, torch.device("cpu"))
-    assert f"`leank-convert verify {out}`" in caught.value.hint

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from leank_convert.errors import LeanKError
 from leank_convert.methods import calibration
 from leank_convert.train import key_mean, model
-from tests.checks import edit_json
+from tests.checks import edit_json, refusal
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,8 @@ from tests.checks import edit_json
 def test_what_does_not_go_is_refused_before_anything_is_written(
     changes, options, message, remedy, train_one, short_recipe, tmp_path
 ):
-    with pytest.raises(LeanKError, match=message) as caught:
+    with refusal(message, remedy):
         train_one(short_recipe(**changes), tmp_path / "out", **options)
-    assert remedy in (caught.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
@@ -78,9 +77,8 @@ def test_a_model_that_cannot_be_trained_is_refused(
 def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe, tmp_path):
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
-    with pytest.raises(LeanKError, match=r"channel_mask.safetensors` exists and is not of a run") as caught:
+    with refusal(r"channel_mask.safetensors` exists and is not of a run", "another folder"):
         train_one(short_recipe(), tmp_path, resume=resume)
-    assert "another folder" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["channel_mask.safetensors"]
     assert path.read_bytes() == b"somebody's"
 

@@ -19,7 +19,6 @@ from leank_convert.onnx import export_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.verify import verify_checkpoint
 from tests.checks import failed, fitting_mask, prune_values
-from tests.tiny_families import OPTIONS
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 
@@ -159,7 +158,7 @@ def test_an_export_in_float16_or_of_centred_keys_verifies_against_checkpoint_and
 
 def test_a_graph_of_pruned_v_verifies_and_is_described(source_model, tmp_path):
     # Q, K and V in one tensor, partly rotated, to whose dtype the fold is rounded.
-    source = source_model("phi3", dtype="bfloat16", num_hidden_layers=1, pad_token_id=0, **OPTIONS["phi3"])
+    source = source_model("phi3", dtype="bfloat16", num_hidden_layers=1, pad_token_id=0)
     (source / "tokenizer.json").unlink()
     mask = prune_values(fitting_mask(source), source)
     checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
