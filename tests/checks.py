@@ -107,6 +107,13 @@ def facts_of(folder):
     return read_model_facts(read_json(folder / "config.json"), origin="config.json")
 
 
+def llama_facts(layers=3, heads=4, head_dim=12, **config):
+    """The facts of a Llama of so many layers and KV heads, with twice as many query heads."""
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": heads, "num_attention_heads": 2 * heads}
+    known = {"model_type": "llama", **sizes, "head_dim": head_dim, "hidden_size": 2 * heads * head_dim}
+    return read_model_facts({**known, **config}, origin="config.json")
+
+
 def provenance_of(folder, model=None, **changes):
     """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
     given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}

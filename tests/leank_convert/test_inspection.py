@@ -10,8 +10,8 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, save_mask
-from leank_convert.onnx.leank_onnx_cache import digest_of
 from tests.checks import edit_json, fitting_mask, provenance_of, refusal
+from tests.leank_convert.onnx.conftest import change_description
 
 
 @pytest.fixture
@@ -140,8 +140,7 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     assert "opset 23, cache float16, weights float16" in text and "(the graph's head order)" in text
     assert "model.onnx: 5 bytes" in text
     scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
-    content = {**read_json(onnx_folder / "leank_onnx.json"), "weights": "int4", "quantization": scheme}
-    edit_json(onnx_folder / "leank_onnx.json", **{**content, "sha256": digest_of(content)})
+    change_description(onnx_folder, weights="int4", quantization=scheme)
     told = "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)"
     assert told in in_one_line(inspect_artifact(onnx_folder))
     (onnx_folder / "model.onnx").unlink()
@@ -174,8 +173,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
     config = tmp_path / "alone" / "config.json"
     config.parent.mkdir()
     config.write_text((source / "config.json").read_text())
-    edited = json.loads(config.read_text())
-    config.write_text(json.dumps({**edited, "max_position_embeddings": 40960}))
+    edit_json(config, max_position_embeddings=40960)
     facts = inspect_artifact(config)
     whole, rest = 128 + 1024 + 32, 32768 - (128 + 1024 + 32)
     assert facts["bytes_per_row"]["32768"] == {"dense": 192 * 32768, "pruned": 192 * whole + 125 * rest}
@@ -183,7 +181,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
     assert "dense 6.0 MiB, pruned at most 4.0 MiB" in in_one_line(facts)
     with refusal("is not converted"):
         inspect_artifact(config, Load(10**9, 100))
-    config.write_text(json.dumps({**edited, "_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}))
+    edit_json(config, _name_or_path="Qwen/Qwen2.5-7B-Instruct")
     for known in (config, config.parent):  # as `train` and `export` know it
         assert inspect_artifact(known)["recipe"] == "qwen2.5-7b-instruct"
 

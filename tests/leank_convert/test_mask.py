@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.mask import (
     ChannelMask,
@@ -19,18 +18,7 @@ from leank_convert.mask import (
     save_mask,
 )
 from leank_convert.mask_provenance import MaskProvenance
-from tests.checks import edit_tensors, ragged_mask, refusal, refused
-
-
-def facts(**changes):
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 96,
-    }
-    return read_model_facts({**config, **changes}, origin="config.json")
+from tests.checks import edit_tensors, llama_facts, ragged_mask, refusal, refused
 
 
 def provenance(**changes):
@@ -44,7 +32,7 @@ def provenance(**changes):
         "recipe": 'steps: 2\n# ümlaut "quoted"\n',
         "seed": 0,
     }
-    return MaskProvenance.for_model("a/b", facts(), **{**given, **changes})
+    return MaskProvenance.for_model("a/b", llama_facts(), **{**given, **changes})
 
 
 def test_a_saved_mask_is_read_back_whole(tmp_path):
@@ -173,8 +161,8 @@ def test_widths_and_ratio_of_any_mask():
     mask[1, 2, :2] = True
     assert ChannelMask(mask).widths == ((0, 5, 0), (0, 0, 2))
     assert ChannelMask(mask).pruning_ratio == pytest.approx(1 - 7 / 30)
-    assert all_channels_mask(facts()).pruning_ratio == 0
-    assert all_channels_mask(facts()).widths == ((12,) * 4,) * 3
+    assert all_channels_mask(llama_facts()).pruning_ratio == 0
+    assert all_channels_mask(llama_facts()).widths == ((12,) * 4,) * 3
 
 
 @pytest.mark.parametrize(
@@ -194,8 +182,8 @@ def test_a_mask_is_bool_and_its_factors_finite_float32(mask, factors):
 def test_a_mask_of_another_model_is_refused():
     mask = ChannelMask(ragged_mask(), None, provenance())
     origins = {"mask_origin": "m.pth", "model_origin": "a/model"}
-    check_mask_fits(mask, facts(), **origins)
-    check_mask_fits(ChannelMask(ragged_mask()), facts(model_type="qwen2"), **origins)
+    check_mask_fits(mask, llama_facts(), **origins)
+    check_mask_fits(ChannelMask(ragged_mask()), llama_facts(model_type="qwen2"), **origins)
     for changes, message, *hints in (
         ({"num_hidden_layers": 2}, r"\[3, 4, 12\]; model `a/model` needs \[2, 4, 12\]"),
         ({"model_type": "qwen2"}, "`model_type` llama; model `a/model` has qwen2"),
@@ -203,7 +191,7 @@ def test_a_mask_of_another_model_is_refused():
         ({"rope_theta": 1e6}, '"rope_theta": 10000.0.*"rope_theta": 1000000.0', "--recipe", "inspect m.pth"),
     ):
         with refusal(message, *hints):
-            check_mask_fits(mask, facts(**changes), **origins)
+            check_mask_fits(mask, llama_facts(**changes), **origins)
 
 
 def test_plain_tensors_however_stored_are_imported(tmp_path):

@@ -19,7 +19,7 @@ from runtime import (
 from runtime.fp8_leank import SCALE_NAMES
 from tests.runtime.conversation import ModelPair
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
-from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS, assert_close
+from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS
 from tests.tiny_families import random_mask
 
 
@@ -167,12 +167,6 @@ def model(model_pair: Callable[..., ModelPair]) -> Any:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of four tokens."""
     monkeypatch.setattr(pages_leank, "PAGE", 4)
-
-
-@pytest.fixture(name="assert_close")
-def _assert_close() -> Callable[[Any, torch.Tensor, torch.Tensor], None]:
-    """Hold logits of a model to exact ones: at most twice the error that torch makes in that dtype."""
-    return assert_close
 
 
 @pytest.fixture

@@ -5,16 +5,11 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import ids
+from tests.runtime.tiny_inputs import assert_close, feed, ids
 from tests.tiny_families import random_mask
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
-
-
-def feed(model, tokens, cache=None, **kwargs):
-    with torch.no_grad():
-        return model(tokens, cache=cache, use_cache=True, **kwargs)
 
 
 def test_bytes_are_counted_by_region(model_pair):
@@ -107,7 +102,7 @@ def test_crop_into_the_pruned_region_is_refused_and_of_everything_leaves_an_empt
 @pytest.mark.parametrize(
     ("prune", "decoded", "count"), [("eager", 0, 1), ("deferred", 0, 3), ("eager", 1, 3), ("deferred", 1, 1)]
 )
-def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, prune, model_pair, assert_close):
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, prune, model_pair):
     model = model_pair(MASK_WIDTHS, prune=prune).leank
     expected = feed(model, ids(1, 20))[CACHE]
     with torch.inference_mode():

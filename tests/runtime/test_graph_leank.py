@@ -10,7 +10,7 @@ import torch
 
 from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
-from tests.runtime.tiny_inputs import GREEDY, WIDTHS, feed_both, feed_turns, ids
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed_both, feed_turns, ids
 
 
 def padded(length: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_generate_replays_drafts(graphs, model_pair):
         assert [count for count in cache.graph._captured if count > 1] and cache.graph.num_replays > 0
 
 
-def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close):
+def test_growth_in_the_middle_is_captured_anew(graphs, model):
     cache = fed(model, [60] + [1] * 20, 19)
     assert cache.graph.num_captures == 2
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
@@ -106,7 +106,7 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
 
 
 @pytest.fixture
-def changed(graphs, model, assert_close):
+def changed(graphs, model):
     """Change something between steps: they stay right; returns the cache that had graphs."""
 
     def check(change, replays_after, other=model) -> Any:
@@ -166,7 +166,7 @@ def test_hooks_and_what_is_taken_away_again(what, model, changed):
     assert cache.graph.why_eager is None and cache.graph.num_replays == 2 + 3
 
 
-def test_a_reset_cache_begins_again(graphs, model, assert_close):
+def test_a_reset_cache_begins_again(graphs, model):
     cache, turns = model.build_cache(), [15, 1, 1, 1]
     first = feed_turns(model, cache, turns)
     cache.reset()
@@ -181,7 +181,7 @@ class TestFailure:
         assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
         assert not graphs
 
-    def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model, assert_close):
+    def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             feed_turns(model, each, [15, 1, 1, 3], positions=False)
@@ -212,7 +212,7 @@ class TestFailure:
         cache = fed(model, [15] + [1] * 5, 4)
         assert cache.graph.why_eager is None and not graphs
 
-    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model, assert_close):
+    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             feed_turns(model, each, [15, 1])

@@ -12,7 +12,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed_both, feed_turns
+from tests.runtime.tiny_inputs import assert_close, feed_both, feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
 
 pytestmark = [
@@ -67,7 +67,7 @@ def no_waiting():
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
 @pytest.mark.parametrize("sizes", [(3, 6, 4), (100, 2**24, 2**24), (3, 60, 40)], ids=str)
-def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, assert_close):
+def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair):
     sink, recent, flush = sizes
     pair = model_pair(MASK_WIDTHS, sink=sink, recent=recent, flush=flush, head_dim=64)
     model = pair.leank.to("cuda", torch.float16)
@@ -102,7 +102,7 @@ def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(dtype, is_padded, mo
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair, assert_close):
+def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair):
     model = coded_pair("auto values rotated", MASK_WIDTHS, head_dim=64).leank.to("cuda", torch.float16)
     turns = [50, *[1] * 30, 5, *[1] * 10]
     cache = model.build_cache(kv_dtype=kv_dtype)
@@ -129,7 +129,7 @@ def test_every_familys_steps_are_replayed(architecture, model_pair):
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_replayed_drafts_give_what_drafts_give(is_padded, model, assert_close):
+def test_replayed_drafts_give_what_drafts_give(is_padded, model):
     """Of all sizes, between single columns, while memory grows; crops take back what has not been pruned."""
     turns = [50, *[1, 4, 3, 8, 5, 1, 2, 2, 16, 11, 32, 20] * 2]
     mask = padded(sum(turns)) if is_padded else None
@@ -147,7 +147,7 @@ def test_replayed_drafts_give_what_drafts_give(is_padded, model, assert_close):
     assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
 
 
-def test_rows_of_mixed_lengths_decode_as_they_do_alone(model, assert_close):
+def test_rows_of_mixed_lengths_decode_as_they_do_alone(model):
     """Pages run out for some rows before others; beams then copy them in place, or lay them out anew."""
     lengths, num_steps = [300, 20, 61, 130], 150
     prompts = [ids(1, length, seed) for seed, length in enumerate(lengths)]
@@ -232,7 +232,7 @@ def test_generate_gives_the_same_tokens(options, model):
     assert results[0] == results[1]
 
 
-def test_inference_mode_and_no_grad_take_turns(model, assert_close):
+def test_inference_mode_and_no_grad_take_turns(model):
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     for each in (cache, plain):
         with torch.inference_mode():
@@ -248,7 +248,7 @@ def test_inference_mode_and_no_grad_take_turns(model, assert_close):
     assert cache.graph.num_replays >= 6
 
 
-def test_a_capture_on_another_stream(model, assert_close):
+def test_a_capture_on_another_stream(model):
     expected = decode(model, model.build_cache(use_graphs=False), [50, *[1] * 10])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -284,7 +284,7 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     assert cache.graph.num_replays >= 36, cache.graph.why_eager
 
 
-def test_a_copied_cache_decodes_on_by_itself(model, assert_close):
+def test_a_copied_cache_decodes_on_by_itself(model):
     cache = model.build_cache()
     decode(model, cache, [50, 1, 1, 1])
     copied = copy.deepcopy(cache)
@@ -337,7 +337,7 @@ def test_a_prompt_never_lies_dense_in_all_layers(model_pair):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_decoding_over_two_devices(is_padded, model, assert_close):
+def test_decoding_over_two_devices(is_padded, model):
     accelerate = pytest.importorskip("accelerate")
     turns = [50, *[1] * 30, 5, 1, 1]
     mask = padded(sum(turns)) if is_padded else None

@@ -25,6 +25,11 @@ ROWS = [
     (1, 0), (8, 0), (9, 0), (64, 0), (65, 0), (88, 0), (72, 63), (73, 56), (137, 65), (500, 413), (333, 248),
     (200, 192),
 ]  # fmt: skip
+# Rows as they are once several tokens are stored: none pruned, one number for all columns, one each.
+DRAFT_ROWS = [
+    (33, 0), (64, 0), (65, 8), (100, 40), (137, 65), (500, 413), (333, 200, 260), (160, 0, 120),
+    (200, 120, 121),
+]  # fmt: skip
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
 
 
@@ -86,10 +91,15 @@ def test_attention_sinks_take_their_share_once(num_programs):
     assert (expected - without).norm() > 0.1 * without.norm()
 
 
-@pytest.mark.parametrize("num_programs", [1, 64])
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_append_and_attention_follow_the_rule(widths, num_programs):
-    case = case_of(widths, ROWS)
+@pytest.mark.parametrize(
+    ("num_programs", "widths", "columns"),
+    [
+        *((count, widths, 1) for count in (1, 64) for widths in WIDTHS),
+        *((count, widths, 4) for count in (1, 5, 64) for widths in ((0, 0, 0), (1, 63, 17))),
+    ],
+)
+def test_append_and_attention_follow_the_rule(num_programs, widths, columns):
+    case = case_of(widths, ROWS if columns == 1 else DRAFT_ROWS, columns=columns)
     kernels = on_cpu(num_programs)
     case.check(run_case(kernels, case, SCALE), SCALE)
     assert case.is_appended_by(kernels)
@@ -119,22 +129,6 @@ def test_sinks_and_recent_tokens_of_every_size(sink):
     rows = [(sink + n, pruned) for n, pruned in sizes] + [(sink + 130, 130)]  # nothing recent
     case = case_of((0, 16, 40, 64), rows, sink=sink)
     case.check(run_case(on_cpu(16), case, SCALE), SCALE)
-
-
-# Rows as they are once several tokens are stored: none pruned, one number for all columns, one each.
-DRAFT_ROWS = [
-    (33, 0), (64, 0), (65, 8), (100, 40), (137, 65), (500, 413), (333, 200, 260), (160, 0, 120),
-    (200, 120, 121),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("num_programs", [1, 5, 64])
-@pytest.mark.parametrize("widths", [(0, 0, 0), (1, 63, 17)], ids=str)
-def test_several_new_tokens_follow_the_rule(widths, num_programs):
-    case = case_of(widths, DRAFT_ROWS, columns=4)
-    kernels = on_cpu(num_programs)
-    case.check(run_case(kernels, case, SCALE), SCALE)
-    assert case.is_appended_by(kernels)
 
 
 def test_padding_among_new_tokens_is_neither_seen_nor_stored():

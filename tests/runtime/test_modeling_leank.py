@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import modeling_leank
 from runtime.modeling_leank import LeanKLlamaForCausalLM
-from tests.runtime.tiny_inputs import GREEDY, everything, feed_turns, one_row
+from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed_turns, one_row
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
@@ -244,7 +244,7 @@ def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_
     assert torch._dynamo.utils.counters["frames"]["total"] <= 6
 
 
-def test_without_a_cache_a_compiled_model_is_one_graph(model_pair, assert_close):
+def test_without_a_cache_a_compiled_model_is_one_graph(model_pair):
     pair = model_pair([[0, 4], [4, 8]])
     compiled = torch.compile(pair.leank, backend="eager", fullgraph=True)
     with torch.no_grad():

@@ -9,15 +9,10 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import ids, row
+from tests.runtime.tiny_inputs import feed, ids, row
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-def feed(model, tokens, cache=None, **kwargs):
-    with torch.no_grad():
-        return model(tokens, cache=cache, use_cache=True, **kwargs)
 
 
 def capacities(cache) -> set[int]:

@@ -45,6 +45,12 @@ def random_masks(widths: tuple[int, ...], head_dim: int, seed: int = 0) -> torch
     return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
 
 
+@torch.no_grad()
+def feed(model: Any, tokens: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    """One pass of a model over tokens, with its cache."""
+    return model(tokens, cache=cache, use_cache=True, **options)
+
+
 def feed_turns(
     model: Any,
     cache: Any,

@@ -114,9 +114,7 @@ def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated
         ),
     ],
 )
-def test_a_text_that_leaves_nothing_to_feed_or_to_prune_proves_nothing_and_is_refused(
-    evaluated, options, told
-):
+def test_a_text_that_leaves_nothing_to_feed_or_to_prune_is_refused(evaluated, options, told):
     with refusal(told):
         compare(evaluated, Masked("pruned"), **options)
     wide = Masked("wide", windows=Windows(sink_size=0, recent_size=100, flush_size=1))

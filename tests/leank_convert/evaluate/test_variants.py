@@ -20,13 +20,9 @@ QUERIES = 8
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prefill(evaluated):
     generator = torch.Generator().manual_seed(4)
-    return [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated, prompts):
+    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
     # More queries than these variants look at, as when another one in the same batch wants them.
     return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), query_window=QUERIES + 3)
 

@@ -1,7 +1,6 @@
 """The whole way from a model and a mask to a folder."""
 
 import hashlib
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, load_mask
-from tests.checks import facts_of, fitting_mask, provenance_of, ragged_mask, snapshot
+from tests.checks import edit_json, facts_of, fitting_mask, provenance_of, ragged_mask, snapshot
 
 
 def read_tensors(folder):
@@ -146,8 +145,7 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, 
 
 def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_model, tmp_path):
     source = source_model()
-    config = read_json(source / "config.json")
-    (source / "config.json").write_text(json.dumps({**config, "_name_or_path": str(source)}))
+    edit_json(source / "config.json", _name_or_path=str(source))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
     paths = f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n"
     known = provenance_of(source, "owner/model", pruning_ratio_asked=0.5, width_multiple=4, recipe=paths)

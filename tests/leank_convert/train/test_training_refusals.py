@@ -4,29 +4,22 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
 from leank_convert.methods import calibration
 from leank_convert.train import key_mean, model
-from tests.checks import edit_json, refusal
+from tests.checks import edit_json, edit_tensors, refusal
+
+
+def lengths(shortest, longest):
+    return {"data": {"wording": "testbed", "min_length": shortest, "max_length": longest}}
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message", "remedy"),
     [
-        (
-            {"data": {"wording": "testbed", "min_length": 200, "max_length": 513}},
-            {},
-            "`data.max_length` 513 exceeds the 512 positions",
-            "config_overrides",
-        ),
-        (
-            {"data": {"wording": "testbed", "min_length": 64, "max_length": 500}},
-            {},
-            "no sample of 64 tokens",
-            "",
-        ),
+        (lengths(200, 513), {}, "`data.max_length` 513 exceeds the 512 positions", "config_overrides"),
+        (lengths(64, 500), {}, "no sample of 64 tokens", ""),
         ({"width_multiple": 7}, {}, "`width_multiple` 7 does not divide the model's `head_dim` 16", "as 8"),
         ({}, {"device": "foo"}, "device `foo` cannot be used", ""),
     ],
@@ -66,9 +59,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
             if path.name not in ("config.json", "model.safetensors"):
                 path.unlink()
     else:
-        tensors = load_file(copied / "model.safetensors")
-        del tensors["model.layers.1.self_attn.k_proj.weight"]
-        save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+        edit_tensors(copied / "model.safetensors", **{"model.layers.1.self_attn.k_proj.weight": None})
     with pytest.raises(LeanKError, match=message):
         train_one(short_recipe(), tmp_path / "out", model=copied)
 

@@ -7,7 +7,6 @@ tell. `source`: that, and the model it was made from is at hand.
 import json
 import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask
 from leank_convert.verify import Check, verify_checkpoint
 from tests.checks import bless, edit_tensors, failed, refusal
+from tests.tampering import append, remove, write
 from tests.tiny_families import tiny_llama
 
 LAYER = "model.layers.1.self_attn."
@@ -121,43 +121,31 @@ def leank(edit):
     return edit_json("config.json", lambda content: edit(content["leank"]))
 
 
+def lack(key):
+    return leank(lambda block: block.pop(key))
+
+
 def listed_files(edit):
     return edit_json(DIGESTS_NAME, lambda content: edit(content["files"]))
-
-
-def write(name, text):
-    def tamper(out):
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text(text)
-
-    return tamper
-
-
-def append(name):
-    return lambda out: (out / name).write_bytes((out / name).read_bytes() + b"\n")
-
-
-def remove(name):
-    return lambda out: (out / name).unlink()
 
 
 def shard_with(out, tensor):
     return out / read_json(out / INDEX_NAME)["weight_map"][tensor]
 
 
-def flip(name, out):
+def flip(name):
     """Flip the lowest bit of a tensor's last byte but three."""
 
     def edit(tensor):
         tensor.view(-1).view(torch.uint8)[-4] ^= 1
         return tensor
 
-    edit_tensors(shard_with(out, name), **{name: edit})
+    return lambda out: edit_tensors(shard_with(out, name), **{name: edit})
 
 
-def swap_heads(name, out):
+def swap_heads(name):
     """Put both KV heads' rows, or those of their query heads, where the source has them."""
-    edit_tensors(shard_with(out, name), **{name: lambda tensor: tensor.roll(len(tensor) // 2, 0)})
+    return lambda out: edit_tensors(shard_with(out, name), **{name: lambda t: t.roll(len(t) // 2, 0)})
 
 
 def swap_tensors(out):
@@ -251,6 +239,9 @@ SAME = (
     "model.layers.1.mlp.down_proj.weight",
     f"{LAYER}o_proj.bias",
 )
+IN_SOURCE = (f"{LAYER}q_proj.bias", f"{LAYER}k_proj.weight")
+TEXTS = ("tokenizer_config.json", "README.md")
+NEEDED = ("config.json", "tokenizer.json", RUNTIME, INDEX_NAME)
 EXTRA = (
     "modeling_evil.py",
     "tokenizer_evil.py",
@@ -262,6 +253,16 @@ EXTRA = (
     "additional_chat_templates/tool.jinja",
 )
 
+LOADED = [name for name in EXTRA if name.endswith(".py") or name == "added_tokens.json"]
+TOKENIZER = {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}
+LISTS = (*(("format_version", version) for version in (2, True, 1.0)), ("files", ["README.md"]), ("added", 1))
+
+
+def each(form, names, tamper, fits, said):
+    """A kind for every name."""
+    return {form.format(name): (tamper(name), fits, said.format(name)) for name in names}
+
+
 # By their names: what is done, how much of the rest fits it, and what a check says, as a pattern.
 KINDS = {
     **{
@@ -269,41 +270,20 @@ KINDS = {
         for row, (key, value, said) in enumerate(LEANK)
     },
     **{f"leank.{key}": (leank(put(key, value)), "listed", said) for key, (value, said) in ELSEWHERE.items()},
-    **{
-        f"no leank.{key}": (leank(lambda block, key=key: block.pop(key)), "listed", f"config: .*{key}`")
-        for key in LEANK_KEYS
-    },
-    **{
-        f"config.{key}": (edit_json("config.json", put(key, value)), "source", "")
-        for key, value in CONFIG.items()
-    },
-    **{
-        f"{name} changed": (append(name), "left", f"digest of {name}: ")
-        for name in ("config.json", "tokenizer_config.json", "README.md")
-    },
-    **{f"{name} changed, listed": (append(name), "source", name) for name in COMPANIONS},
-    **{f"{name} gone": (remove(name), "left", name) for name in ("tokenizer.json", "README.md")},
-    **{
-        f"{name} gone, listed": (remove(name), "source", name)
-        for name in (*COMPANIONS, "tokenizer_config.json")
-    },
+    **each("no leank.{}", LEANK_KEYS, lack, "listed", "config: .*{}`"),
+    **each("config.{}", CONFIG, lambda key: edit_json("config.json", put(key, CONFIG[key])), "source", ""),
+    **each("{} changed", ("config.json", *TEXTS), append, "left", "digest of {}: "),
+    **each("{} changed, listed", COMPANIONS, append, "source", "{}"),
+    **each("{} gone", ("tokenizer.json", "README.md"), remove, "left", "{}"),
+    **each("{} gone, listed", (*COMPANIONS, "tokenizer_config.json"), remove, "source", "{}"),
     **{
         f"tokenizer_config.{key}": (edit_json("tokenizer_config.json", put(key, value)), "source", f"`{key}`")
-        for key, value in {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}.items()
+        for key, value in TOKENIZER.items()
     },
-    **{
-        f"{name} flipped": (partial(flip, name), "left", "digest of model-")
-        for name in (PERMUTED[0], SAME[0])
-    },
-    **{
-        f"{name} flipped, listed": (partial(flip, name), "source", f"tensor `{name}` {claim} its source")
-        for names, claim in ((PERMUTED, "is not the permutation of"), (SAME, "differs from"))
-        for name in names
-    },
-    **{
-        f"{name} as in the source": (partial(swap_heads, name), "source", f"tensor `{name}` is not the perm")
-        for name in (f"{LAYER}q_proj.bias", f"{LAYER}k_proj.weight")
-    },
+    **each("{} flipped", (PERMUTED[0], SAME[0]), flip, "left", "digest of model-"),
+    **each("{} flipped, listed", PERMUTED, flip, "source", "tensor `{}` is not the permutation of its"),
+    **each("{} flipped, listed", SAME, flip, "source", "tensor `{}` differs from its source"),
+    **each("{} as in the source", IN_SOURCE, swap_heads, "source", "tensor `{}` is not the perm"),
     "tensors swapped, listed": (swap_tensors, "source", "k_proj.weight` is not the permutation"),
     "shard cut": (truncate, "listed", "headers and index: .*truncated or damaged"),
     "shard gone": (lambda out: shard_with(out, "model.norm.weight").unlink(), "listed", "is missing"),
@@ -326,29 +306,18 @@ KINDS = {
     "runtime file": (append(RUNTIME), "left", f"digest of {RUNTIME}: .*was changed: its SHA-256"),
     "runtime file, in both lists": (change_runtime, "source", "runtime files: "),
     "runtime file gone": (remove(RUNTIME), "left", f"digest of {RUNTIME}: .*is missing"),
-    **{f"{name} added": (write(name, "{}"), "left", "files without a digest: ") for name in EXTRA},
-    **{
-        f"{name} added, listed": (write(name, "{}"), "source", "")
-        for name in EXTRA
-        if name.endswith(".py") or name == "added_tokens.json"
-    },
+    **each("{} added", EXTRA, lambda name: write(name, "{}"), "left", "files without a digest: "),
+    **each("{} added, listed", LOADED, lambda name: write(name, "{}"), "source", ""),
     "digests gone": (remove(DIGESTS_NAME), "left", "list of digests: "),
     "digests no JSON": (write(DIGESTS_NAME, "{"), "left", "list of digests: "),
     **{
         f"digests.{key} {value}": (edit_json(DIGESTS_NAME, put(key, value)), "left", "list of digests: ")
-        for key, value in (
-            *(("format_version", version) for version in (2, True, 1.0)),
-            ("files", ["README.md"]),
-            ("added", 1),
-        )
+        for key, value in LISTS
     },
     "digest of nothing": (listed_files(put("other", "0")), "left", "digest of other: .*is missing"),
     "digest of a file outside": (list_a_file_outside, "left", "digest of ../secret: .*is missing"),
     "digest changed": (listed_files(put("README.md", "0" * 64)), "left", "digest of README.md: "),
-    **{
-        f"no digest of {name}": (listed_files(lambda files, name=name: files.pop(name)), "left", name)
-        for name in ("config.json", "tokenizer.json", RUNTIME, INDEX_NAME)
-    },
+    **each("no digest of {}", NEEDED, lambda name: listed_files(lambda files: files.pop(name)), "left", "{}"),
 }
 
 

@@ -15,6 +15,7 @@ from leank_convert.evaluate.ruler.questions import (
     read_questions,
 )
 from tests.checks import refusal
+from tests.leank_convert.evaluate.ruler.conftest import split
 
 RECORD = {"question": "One?", "answers": ["1"], "documents": ["One."]}
 
@@ -81,7 +82,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path,
         read_questions(path, ())
 
 
-def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw, split):
+def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
     asked = []
     for prompt in draw(plain_tokenizer, "qa", 700, num_samples=8):
         message, _ = split(plain_tokenizer, prompt)
@@ -97,7 +98,7 @@ def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, reco
     assert len(set(asked)) == 8
 
 
-def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw, split):
+def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw):
     (prompt,) = draw(plain_tokenizer, "qa", 3000, num_samples=1)
     counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", split(plain_tokenizer, prompt)[0], re.M))
     assert set(counts) == {record["documents"][0] for record in records}
