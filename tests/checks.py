@@ -1,6 +1,10 @@
 """What tests of many rooms ask: a command's outcome, a checkpoint's failed checks, a model folder's facts."""
 
 import json
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,9 +18,11 @@ from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
 from leank_convert.cli import main
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
-from leank_convert.mask import MASK_FILE_NAME
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
+from leank_convert.recipe import DataSection
 from leank_convert.value_weights import digest_values
 from leank_convert.verify import verify_checkpoint
 
@@ -40,12 +46,47 @@ def rejected(*arguments):
     return result.stderr
 
 
+@contextmanager
+def refusal(message="", *hints, exit_code=2):
+    """What is within has to be refused, in short: a pattern of what is told, and parts of the remedy."""
+    with pytest.raises(LeanKError, match=message) as caught:
+        yield
+    error = caught.value
+    assert all(hint in (error.hint or "") for hint in hints), error.hint
+    assert error.exit_code == exit_code and len(error.message) < 600 and "\n" not in error.message
+
+
 def refused(read, path, message):
-    """Read a file that has to be refused in one sentence."""
-    with pytest.raises(LeanKError) as caught:
+    """Read a file that has to be refused in one sentence, which names it."""
+    with refusal(f"(?s)^(?=.*{re.escape(message)}).*{re.escape(str(path))}"):
         read(path)
-    told = caught.value.message
-    assert message in told and str(path) in told and len(told) < 600 and "\n" not in told
+
+
+def refused_export(source, mask, out, message, *hints, **options):
+    """Run an export that has to be refused and to leave its target as it was."""
+    before = snapshot(out)
+    with refusal(re.escape(message), *hints):
+        export_checkpoint(source, mask, out, **options)
+    assert snapshot(out) == before and not out.with_name(out.name + ".partial").exists()
+
+
+def snapshot(folder):
+    """Digests of all files of a folder by relative path; None where there is no folder."""
+    if not folder.exists():
+        return None
+    return {str(file.relative_to(folder)): sha256_of(file) for file in folder.rglob("*") if file.is_file()}
+
+
+def run_python(*arguments, **options):
+    """Run Python in a process of its own: what it printed, and its exit code."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def edit_json(path, **changes):
+    """Replace keys of a JSON file; a value of `...` removes the key."""
+    value = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
 
 
 def failed(folder, source=None):
@@ -66,18 +107,45 @@ def facts_of(folder):
     return read_model_facts(read_json(folder / "config.json"), origin="config.json")
 
 
+def llama_facts(layers=3, heads=4, head_dim=12, **config):
+    """The facts of a Llama of so many layers and KV heads, with twice as many query heads."""
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": heads, "num_attention_heads": 2 * heads}
+    known = {"model_type": "llama", **sizes, "head_dim": head_dim, "hidden_size": 2 * heads * head_dim}
+    return read_model_facts({**known, **config}, origin="config.json")
+
+
 def provenance_of(folder, model=None, **changes):
     """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
     given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}
     return MaskProvenance.for_model(model or folder.name, facts_of(folder), **given)
 
 
-def rewrite_mask(path, metadata=(), **tensors):
-    """Write a mask file again with other tensors and metadata; None takes one out."""
+def edit_tensors(path, metadata=(), **tensors):
+    """Write a safetensors file again: tensors and metadata replaced, by a function too, or with None gone."""
     with safe_open(path, "pt") as file:
-        said = {**file.metadata(), **dict(metadata)}
-    kept = {name: tensor for name, tensor in {**load_file(path), **tensors}.items() if tensor is not None}
+        said = {**(file.metadata() or {}), **dict(metadata)}
+    held = load_file(path)
+    for name, change in tensors.items():
+        held[name] = change(held[name]).contiguous() if callable(change) else change
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
     save_file(kept, path, {key: value for key, value in said.items() if value is not None})
+
+
+def ragged_mask(layers=3, heads=4, head_dim=12, seed=0):
+    """Bool [layers, heads, head_dim] with widths that differ, an empty and a full head in every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(layers, heads, head_dim, dtype=torch.bool)
+    for layer in range(layers):
+        widths = [head_dim, 0, *(torch.randint(1, head_dim, (heads - 2,), generator=generator).tolist())]
+        order = torch.randperm(heads, generator=generator).tolist()
+        for head, width in zip(order, widths, strict=True):
+            mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+    return mask
+
+
+def fitting_mask(folder):
+    """A ragged mask of the shape that a model folder needs."""
+    return ChannelMask(ragged_mask(*facts_of(folder).mask_shape))
 
 
 def say_in_block(out, key, value):
@@ -109,3 +177,8 @@ def prune_values(mask, folder, **changes):
             known, value_weights=digest, value_tokens=4321, value_pruning_ratio_asked=0.5, **changes
         ),
     )
+
+
+def section(**values):
+    """A recipe's data section of short samples."""
+    return DataSection(**{"min_length": 2000, "max_length": 4000, **values})

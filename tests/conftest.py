@@ -1,7 +1,5 @@
 """What holds for every test: offline, no files outside temporary folders, uninitialised memory is NaN."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc

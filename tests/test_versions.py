@@ -1,7 +1,5 @@
 """The oldest releases that are allowed are those that are tried."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

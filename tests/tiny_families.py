@@ -1,7 +1,5 @@
 """What tiny random models of the families need beyond the sizes that all have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank_convert.families import ARCHITECTURES
@@ -87,6 +86,14 @@ def batch() -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     ids[1, :8], mask[1, :8] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def word_tokenizer() -> Tokenizer:
+    """Of four special tokens and sixty words, a token a word."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(60))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
 
 
 def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16, seed: int = 0) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Tiny models with a real tokenizer, and checkpoints made of them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from tests.tiny_families import OPTIONS, random_mask, tiny_model
+from tests.tiny_families import OPTIONS, random_mask, tiny_model, word_tokenizer
 
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(60))]
 FULL = ["full_attention"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -50,10 +46,8 @@ def convert(
     for parameter in model.parameters():  # norms too
         parameter.normal_(0, 0.3)
     model.save_pretrained(source, max_shard_size="40KB")
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), **special)
     fast.chat_template = TEMPLATE
     fast.padding_side = "left"
     fast.save_pretrained(source)

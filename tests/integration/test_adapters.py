@@ -1,15 +1,12 @@
 """A LoRA of the original, converted, does to a checkpoint what it does to the original."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from leank_convert import convert_adapter
-from leank_convert.errors import LeanKError
-from tests.checks import done, rejected, run
+from tests.checks import done, edit_json, refusal, rejected
 
 peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
@@ -52,9 +49,8 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
     lora, logits, tokens = adapter_of(checkpoint.source, tmp_path / "lora", **ADAPTERS[family])
     new = convert_adapter(lora, checkpoint.folder, tmp_path / "made" / "new")
     models = [peft.PeftModel.from_pretrained(load(checkpoint.folder), new).eval()]
-    if not ADAPTERS[family].get(
-        "use_dora"
-    ):  # whose magnitudes transformers leaves out, of any model's adapter
+    # Whose magnitudes transformers leaves out, of any model's adapter.
+    if not ADAPTERS[family].get("use_dora"):
         models.append(load(checkpoint.folder))
         models[-1].load_adapter(str(new))
     for model in models:
@@ -72,9 +68,8 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
 def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path):
     checkpoint = converted("llama", [[3, 8], [0, 16]])
     lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
-    arguments = ["adapter", str(lora), "--checkpoint", str(checkpoint.folder), "-o", str(tmp_path / "new")]
-    result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'new'}\n")
+    told = done("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
+    assert told == f"{tmp_path / 'new'}\n"
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (lora, tmp_path / "new"))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
     load(checkpoint.folder).load_adapter(str(lora))
@@ -86,9 +81,9 @@ def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
     new = convert_adapter(lora, one.folder, tmp_path / "new")
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
         load(two.folder).load_adapter(str(new))
-    with pytest.raises(LeanKError, match="was converted before"):
+    with refusal("was converted before"):
         convert_adapter(new, two.folder, tmp_path / "newer")
-    with pytest.raises(LeanKError, match="holds files already"):
+    with refusal("holds files already"):
         convert_adapter(lora, one.folder, new)
 
 
@@ -127,15 +122,14 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
 ):
     checkpoint = converted("llama", WIDTHS)
     lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=["q_proj", "v_proj"])
-    path = lora / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    edit_json(lora / "adapter_config.json", **settings)
     weights = lora / "adapter_model.safetensors"
     if change is not None:
         save_file(change(load_file(weights)), weights)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(LeanKError, match=message):
+    with refusal(message):
         convert_adapter(lora, checkpoint.folder, tmp_path / "new")
     weights.unlink()
-    with pytest.raises(LeanKError, match=r"peft_type|not known|has no `adapter_model\.safetensors`"):
+    with refusal(r"peft_type|not known|has no `adapter_model\.safetensors`"):
         convert_adapter(lora, checkpoint.folder, tmp_path / "new")
     assert sorted(tmp_path.iterdir()) == before

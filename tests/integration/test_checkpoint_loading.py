@@ -4,17 +4,15 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from leank_convert._runtime.configuration_leank import CACHE
-from tests.checks import failed
+from tests.checks import edit_json, edit_tensors, failed, run_python
 from tests.tiny_families import batch
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
@@ -38,21 +36,8 @@ for folder in sys.argv[1:]:
 
 def strangers_generate(tmp_path, *folders):
     """The tokens of each checkpoint, in a process of their own."""
-    environment = {
-        **os.environ,
-        "HF_HOME": str(tmp_path / "stranger"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", STRANGER, *map(str, folders)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    own = {"HF_HOME": str(tmp_path / "stranger"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = run_python("-c", STRANGER, *folders, cwd=tmp_path, env={**os.environ, **own}, timeout=120)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -159,18 +144,17 @@ def test_a_checkpoint_whose_mean_is_lost_or_another_is_not_loaded(fault, convert
 @pytest.mark.filterwarnings("default")
 def test_a_mean_that_the_digest_vouches_for_and_makes_no_sense_is_not_loaded(converted, load):
     checkpoint = converted(widths=WIDTHS, centred=True)
-    file, config_file = checkpoint.folder / "channel_mask.safetensors", checkpoint.folder / "config.json"
-    tensors, config = load_file(file), json.loads(config_file.read_text())
-    mean = tensors.pop("key_mean")
+    file, config = checkpoint.folder / "channel_mask.safetensors", checkpoint.folder / "config.json"
+    mean, leank = load_file(file)["key_mean"], json.loads(config.read_text())["leank"]
     for own, message in (
-        ({}, "holds no tensor `key_mean` that can be read"),
-        ({"key_mean": mean.float()}, "`key_mean` is torch.float32 [2, 2, 16], not finite float16 [2, 2, 16]"),
-        ({"key_mean": mean[:1].clone()}, "`key_mean` is torch.float16 [1, 2, 16], not finite float16"),
-        ({"key_mean": mean.masked_fill(mean > 1, torch.inf)}, "not finite float16 [2, 2, 16]"),
+        (None, "holds no tensor `key_mean` that can be read"),
+        (mean.float(), "`key_mean` is torch.float32 [2, 2, 16], not finite float16 [2, 2, 16]"),
+        (mean[:1].clone(), "`key_mean` is torch.float16 [1, 2, 16], not finite float16"),
+        (mean.masked_fill(mean > 1, torch.inf), "not finite float16 [2, 2, 16]"),
     ):
-        save_file({**tensors, **own}, file)
-        config["leank"]["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-        config_file.write_text(json.dumps(config))
+        edit_tensors(file, key_mean=own)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        edit_json(config, leank={**leank, "files": {**leank["files"], file.name: digest}})
         with pytest.raises(ValueError, match=re.escape(message)):
             load(checkpoint.folder)
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from leank_convert.export.runtime_files import PARTS
+from tests.checks import run_python
 
 ROOT = Path(__file__).parents[2]
 RUNTIME_FILES = sorted(path.name for path in (ROOT / "runtime").glob("*_leank.py"))
@@ -33,11 +33,7 @@ def distributions(tmp_path_factory):
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
-    built = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "out", tree],
-        capture_output=True,
-        text=True,
-    )
+    built = run_python("-m", "build", "--no-isolation", "--outdir", work / "out", tree)
     assert built.returncode == 0, built.stderr
     return work / "out"
 
@@ -82,25 +78,15 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     # A site folder on PYTHONPATH goes before the checkout's editable install.
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    where = subprocess.run(
-        [sys.executable, "-c", "import leank_convert; print(leank_convert.__file__)"],
-        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    where = run_python("-c", "import leank_convert; print(leank_convert.__file__)", **place)
     assert where.stdout.startswith(str(site))
-    command = [sys.executable, "-m", "leank_convert"]
-    exported = subprocess.run(
-        [*command, "export", "testbed", "-o", "out"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    exported = run_python("-m", "leank_convert", "export", "testbed", "-o", "out", **place)
     assert exported.returncode == 0, exported.stderr
     taken = "note: mask `testbed-70` of the package, made by leank-convert (leank) for testbed; "
     assert exported.stderr.startswith(taken)
     assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES) - set(PARTS)
-    refused = subprocess.run(
-        [*command, "evaluate", "out", "--also", "kivi"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    refused = run_python("-m", "leank_convert", "evaluate", "out", "--also", "kivi", **place)
     assert (refused.returncode, refused.stdout) == (2, "")
     told = "error: `kivi` is a published baseline, and only a checkout of leank-convert has those"
     assert refused.stderr.startswith(told)

@@ -23,6 +23,7 @@ from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.windows import Windows
+from tests.checks import edit_json, refusal
 
 RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
 DATA = RECIPE.data
@@ -54,11 +55,6 @@ def convert(tmp_path_factory):
 def exact(retriever_centred):
     """A checkpoint in float32, as graphs are: in bfloat16 a token may be another."""
     return retriever_centred / "checkpoint"
-
-
-@pytest.fixture
-def graph(retriever_centred):
-    return retriever_centred / "onnx"
 
 
 def compare(checkpoint, num_samples=6, **options):
@@ -110,10 +106,10 @@ def with_another_vocabulary(folder):
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_is_answered(
-    convert, exact, graph, copy_of, tmp_path, monkeypatch
+    convert, exact, copy_of, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", None)
-    half, written = convert("half"), tmp_path / "written"
+    half, written, graph = convert("half"), tmp_path / "written", copy_of(exact.parent / "onnx")
     written.mkdir()
     (written / "results.csv").write_text("mine")
     no_task = {"recipe": "quickstart", "overrides": ["data.haystack.source=story.txt"]}
@@ -123,20 +119,14 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_answered(
         (half, no_task, "none of the tasks", ""),
         (without(copy_of(half), "tokenizer*"), {}, no_tokenizer, "put its files into that folder"),
         (half, {"against": without(copy_of(MODEL_DIR), "tokenizer*")}, no_tokenizer, "put its files into"),
-        (
-            exact,
-            {"against": without(copy_of(graph), "model.onnx.data")},
-            r"model\.onnx\.data` is missing",
-            "",
-        ),
+        (exact, {"against": without(graph, "model.onnx.data")}, r"model\.onnx\.data` is missing", ""),
         (half, {"against": with_another_vocabulary(copy_of(convert("all")))}, "another vocabulary", ""),
         (half, {"out": written}, r"results.csv` was not written by `evaluate`", ""),
     ):
         if "against" in options:
             options["against"] = str(options["against"])
-        with pytest.raises(LeanKError, match=message) as caught:
+        with refusal(message, hint):
             compare(checkpoint, **options)
-        assert hint in (caught.value.hint or "")
     assert [path.read_text() for path in written.iterdir()] == ["mine"]
 
 
@@ -168,14 +158,12 @@ def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
 def test_dense_and_pruned_answers_end_at_the_same_tokens(convert, tmp_path):
     """`generation_config.json` may name more of them than config.json."""
     out = shutil.copytree(convert("all"), tmp_path / "out")
-    settings = json.loads((out / "generation_config.json").read_text())
     plain = load_evaluated(convert("all"), torch.device("cpu"))
     prompts = held_out_prompts(plain.tokenizer, DATA, num_samples=4, seed=5)
     answered = texts(answer_prompts(plain, prompts, [Masked("all")], batch_size=4))["all"]
     first = plain.tokenizer(answered[0])["input_ids"][0]
-    (out / "generation_config.json").write_text(
-        json.dumps({**settings, "eos_token_id": [settings["eos_token_id"], first]})
-    )
+    end = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+    edit_json(out / "generation_config.json", eos_token_id=[end, first])
     evaluated = load_evaluated(out, torch.device("cpu"))
     ended = texts(answer_prompts(evaluated, prompts, [Dense(evaluated.dense), Masked("all")], batch_size=4))
     assert ended["dense"] == ended["all"]
@@ -187,9 +175,8 @@ def test_a_prompt_too_long_for_the_memory_is_told_of(convert, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
 
     monkeypatch.setattr("leank_convert.evaluate.answering.run_prefill", fail)
-    with pytest.raises(LeanKError, match=r"1 prompts of up to .*: tried to allocate 80 GiB") as caught:
+    with refusal(r"1 prompts of up to .*: tried to allocate 80 GiB", "take shorter prompts", exit_code=1):
         compare(convert("half"))
-    assert caught.value.hint == "take shorter prompts"
 
 
 def test_a_stock_model_to_compare_with_answers_as_the_checkpoint_does_dense(convert):
@@ -204,8 +191,8 @@ def test_another_checkpoint_to_compare_with_answers_pruned(convert):
     assert result.total.differences["pruned"].gained == 6
 
 
-def test_an_onnx_folder_to_compare_with_answers_as_the_checkpoint_does(exact, graph, tmp_path):
-    assert compare(exact, against=str(graph), out=tmp_path).baseline == "against"
+def test_an_onnx_folder_to_compare_with_answers_as_the_checkpoint_does(exact, tmp_path):
+    assert compare(exact, against=str(exact.parent / "onnx"), out=tmp_path).baseline == "against"
     answers = [json.loads(line) for line in (tmp_path / ANSWERS_NAME).read_text().splitlines()]
     texts = {
         name: {answer["prompt"]: answer["text"] for answer in answers if answer["variant"] == name}
@@ -223,12 +210,12 @@ def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_pa
     lines = (tmp_path / "whole" / ANSWERS_NAME).read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[: 4 * 3]) + lines[12][:9])  # the first batch, and a line that was cut off
     asked = []
-    monkeypatch.setattr(
-        "leank_convert.evaluate.run.answer_prompts",
-        lambda evaluated, prompts, *rest, **options: (
-            asked.extend(prompts) or answer_prompts(evaluated, prompts, *rest, **options)
-        ),
-    )
+
+    def note(evaluated, prompts, *rest, **options):
+        asked.extend(prompts)
+        return answer_prompts(evaluated, prompts, *rest, **options)
+
+    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", note)
     assert compare(convert("half"), out=tmp_path / "half").outcomes == whole.outcomes
     assert len(asked) == 2
     asked.clear()
@@ -258,11 +245,10 @@ def test_answers_of_other_weights_of_the_same_shape_are_refused(convert, tmp_pat
     if changed == "against":
         checkpoint, arguments["against"] = convert("half"), str(folder)
     compare(checkpoint, num_samples=2, **arguments)
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
+    content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(LeanKError, match=f"`{changed}` was"):
+    (folder / "model.safetensors").write_bytes(content)
+    with refusal(f"`{changed}` was"):
         compare(checkpoint, num_samples=2, **arguments)
 
 
@@ -274,10 +260,9 @@ def test_a_model_to_compare_with_may_be_named_by_another_path(convert, tmp_path,
 
 def test_prompts_beyond_the_models_positions_are_told_of(convert, tmp_path, caplog):
     out = shutil.copytree(convert("half"), tmp_path / "out")
-    config = json.loads((out / "config.json").read_text())
     compare(out, num_samples=1)
     assert "positions" not in caplog.text
-    (out / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
+    edit_json(out / "config.json", max_position_embeddings=200)
     compare(out, num_samples=1)
     assert "the model has 200 positions" in caplog.text
 

@@ -4,8 +4,6 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import build_sample
+from tests.checks import run_python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -89,15 +88,8 @@ def run_harness(models, tasks, folder):
         for name, model in models.items()
     ]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        cwd=folder,
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    place = {"cwd": folder, "env": {**os.environ, **own}, "timeout": 400}
+    done = run_python("-c", COMMANDS, json.dumps(commands), **place)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -2,13 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.testbed.tasks import TASKS, build_sample
+from tests.checks import run_python
 
 NEW_TOKENS = 40
 # Runs in a process of its own, in the exported folder, where nothing of ours can be imported.
@@ -31,14 +30,8 @@ def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(
 ):
     rng = random.Random(0)
     samples = [build_sample(task, rng, length) for task, length in zip(TASKS, (600, 380, 470), strict=True)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", HOST],
-        input=json.dumps([sample.prompt for sample in samples]),
-        capture_output=True,
-        text=True,
-        cwd=shipped_onnx,
-        check=False,
-    )
+    asked = json.dumps([sample.prompt for sample in samples])
+    done = run_python("-W", "error", "-c", HOST, input=asked, cwd=shipped_onnx)
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
 

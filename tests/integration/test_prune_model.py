@@ -1,7 +1,5 @@
 """A model pruned in memory answers as its checkpoint does, and is itself again behind the block."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from typing import Any

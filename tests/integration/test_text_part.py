@@ -1,7 +1,5 @@
 """The text model of a model that also reads images is converted where it lies."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,14 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.checkpoint_io import open_checkpoint
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import load_model, open_model
 from leank_convert.verify import verify_checkpoint
-from tests.checks import rejected
+from tests.checks import edit_json, refusal, rejected
 from tests.tiny_families import OPTIONS
 
 SIZES = {
@@ -42,6 +39,9 @@ MULTIMODAL = {
         {},
     ),
 }
+
+
+WHOLE = {"all_channels": True, "sink_size": 4, "recent_size": 8}
 
 
 def multimodal(family):
@@ -88,7 +88,7 @@ def logits(model):
 
 def test_its_checkpoint_answers_as_the_whole_and_holds_no_images(whole, tmp_path, caplog):
     model, folder = whole
-    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    out = export_checkpoint(folder, None, tmp_path / "out", **WHOLE)
     assert "also reads images: its text model alone is converted" in caplog.text
     converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
     torch.testing.assert_close(logits(converted), logits(model))
@@ -108,7 +108,7 @@ def test_shards_and_older_names_are_read(whole, tmp_path):
         return name.replace("model.language_model.", "language_model.model.")
 
     split(folder, older)
-    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    out = export_checkpoint(folder, None, tmp_path / "out", **WHOLE)
     converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
     torch.testing.assert_close(logits(converted), logits(model))
 
@@ -119,7 +119,7 @@ def test_it_is_trained_and_evaluated_from_the_whole_folder(whole, tmp_path):
     trained = load_model(open_model(folder, recipe.model), recipe, torch.device("cpu"))
     expected = model.model.language_model.state_dict()
     torch.testing.assert_close(dict(trained.model.model.state_dict()), dict(expected))
-    out = export_checkpoint(folder, None, tmp_path / "out", all_channels=True, sink_size=4, recent_size=8)
+    out = export_checkpoint(folder, None, tmp_path / "out", **WHOLE)
     evaluated = load_evaluated(folder, torch.device("cpu"), mask=out / "channel_mask.safetensors")
     torch.testing.assert_close(logits(evaluated.dense), logits(model))
 
@@ -130,8 +130,6 @@ def test_it_is_refused_where_that_is_asked_for_or_it_is_quantized(whole, tmp_pat
     for command in (["export", "--all-channels"], ["train"], ["export-onnx", "--all-channels"]):
         told = rejected(*command, folder, "-o", tmp_path / "out", "--no-text-model")
         assert "is a 'gemma3', which also reads images" in told
-    config = json.loads((folder / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "fp8"}}
-    (folder / "config.json").write_text(json.dumps(quantized))
-    with pytest.raises(LeanKError, match="`quantization_config` is of a larger model"):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    with refusal("`quantization_config` is of a larger model"):
         export_checkpoint(folder, None, tmp_path / "out", all_channels=True)

@@ -1,6 +1,5 @@
 """Code that is planted in a checkpoint runs by no command, and only by `--trust`."""
 
-import json
 import py_compile
 import shutil
 
@@ -12,7 +11,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from tests.checks import run
+from tests.checks import edit_json, run
 
 CPU = torch.device("cpu")
 
@@ -47,9 +46,8 @@ def plant(checkpoint, tmp_path, marker):
             (folder / "custom_generate" / "generate.py").write_text(text + "def generate(model): ...\n")
         if "tokenizer" in places:
             (folder / "tokenizer_own.py").write_text(text)
-            path = folder / "tokenizer_config.json"
-            own = {"auto_map": {"AutoTokenizer": [None, "tokenizer_own.T"]}}
-            path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+            auto_map = {"AutoTokenizer": [None, "tokenizer_own.T"]}
+            edit_json(folder / "tokenizer_config.json", auto_map=auto_map)
         if "compiled" in places:
             for path in folder.glob("*_leank.py"):
                 (tmp_path / "x.py").write_text(path.read_text() + text)

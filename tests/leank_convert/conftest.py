@@ -1,27 +1,21 @@
 """Small model folders as a hub would hold them, and tokenizers of the awkward kinds, trained on the spot."""
 
-import hashlib
 import json
 import random
-import re
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from leank_convert.data.grammar import draw_sentence
-from leank_convert.errors import LeanKError
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
-from tests.checks import facts_of
+from tests.tiny_families import tiny_model
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
-    "mistral": {"sliding_window": None, "tie_word_embeddings": True},
-    "qwen2": {},
+    "mistral": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 6},
 }
 SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
@@ -126,27 +120,10 @@ def source_model(tmp_path):
     """Write a random model of one family: 3 layers, 8 query heads, 4 KV heads, hidden size 32."""
 
     def build(family="llama", *, dtype="float32", shards=True, **config):
-        torch.manual_seed(5)
-        options = {**FAMILIES.get(family, {}), **config}
-        configuration = AutoConfig.for_model(
-            family,
-            **{
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "vocab_size": 64,
-                "max_position_embeddings": 512,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-                **options,
-            },
-        )
-        model = AutoModelForCausalLM.from_config(configuration, dtype=getattr(torch, dtype))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0, 0.3)
+        sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+        tokens = {"bos_token_id": 1, "eos_token_id": 2}
+        options = {**sizes, **tokens, **FAMILIES.get(family, {}), **config}
+        model = tiny_model(family, seed=5, std=0.3, dtype=getattr(torch, dtype), **options)
         folder = tmp_path / f"{family}-model"
         model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
         (folder / "tokenizer.json").write_text("{}")
@@ -155,77 +132,6 @@ def source_model(tmp_path):
         return folder
 
     return build
-
-
-@pytest.fixture
-def ragged_mask():
-    """Bool [layers, heads, head_dim] with widths that differ, an empty and a full head in every layer."""
-
-    def build(layers=3, heads=4, head_dim=12, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        mask = torch.zeros(layers, heads, head_dim, dtype=torch.bool)
-        for layer in range(layers):
-            widths = [head_dim, 0, *(torch.randint(1, head_dim, (heads - 2,), generator=generator).tolist())]
-            order = torch.randperm(heads, generator=generator).tolist()
-            for head, width in zip(order, widths, strict=True):
-                mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
-        return mask
-
-    return build
-
-
-@pytest.fixture
-def fitting_mask(ragged_mask):
-    """A ragged mask of the shape that a model folder needs."""
-
-    def build(folder):
-        facts = facts_of(folder)
-        return ChannelMask(ragged_mask(*facts.mask_shape))
-
-    return build
-
-
-@pytest.fixture
-def snapshot():
-    """Digests of all files of a folder by relative path; None where there is no folder."""
-
-    def digest(folder):
-        if not folder.exists():
-            return None
-        files = (path for path in folder.rglob("*") if path.is_file())
-        return {
-            str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
-        }
-
-    return digest
-
-
-@pytest.fixture
-def refused(snapshot):
-    """Run an export that must fail as the user's mistake and leave its target as it was."""
-
-    def run(source, mask, out, message, **options):
-        before = snapshot(out)
-        with pytest.raises(LeanKError, match=re.escape(message)) as caught:
-            export_checkpoint(source, mask, out, **options)
-        assert snapshot(out) == before
-        assert not out.with_name(out.name + ".partial").exists()
-        assert caught.value.exit_code == 2
-        return caught.value
-
-    return run
-
-
-@pytest.fixture
-def edit_json():
-    """Replace keys of a JSON file; a value of `...` removes the key."""
-
-    def edit(path, **changes):
-        value = json.loads(path.read_text())
-        value.update(changes)
-        path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
-
-    return edit
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,18 @@
-"""The Python API: every name is there and no submodule, and importing the package loads nothing heavy."""
+"""The Python API: its names and what importing it loads, and wrong arguments, devices and window sizes."""
 
 import importlib.util
 import inspect
 import json
-import subprocess
 import sys
 
 import pytest
+import torch
 
 import leank_convert
+from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
+from leank_convert.windows import Windows
+from tests.checks import refusal, run_python
 
 LONG = "a" * 5000
 
@@ -29,8 +32,7 @@ def test_importing_the_package_loads_no_library():
         "import json, sys; before = set(sys.modules); import leank_convert; "
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
     )
-    seen = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    loaded = set(json.loads(seen)) - set(sys.stdlib_module_names)
+    loaded = set(json.loads(run_python("-c", program).stdout)) - set(sys.stdlib_module_names)
     assert loaded == {"leank_convert"}
 
 
@@ -52,7 +54,7 @@ def test_importing_the_package_loads_no_library():
 )
 def test_what_a_caller_does_wrong_is_one_error(name, arguments, options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LeanKError, match=message):
+    with refusal(message):
         getattr(leank_convert, name)(*arguments, **options)
     assert not list(tmp_path.iterdir())
 
@@ -61,3 +63,31 @@ def test_the_text_of_an_error_is_in_pythons_words():
     error = LeanKError("`--seed` is -1", "`--force`, `--set 'b={}'`, `--kv-dtype fp8`, `x --resume`")
     told = 'hint: `force=True`, `overrides=["b={}"]`, `kv_dtype="fp8"`, `x --resume`'
     assert str(error) == f"`seed` is -1\n{told}"
+
+
+@pytest.mark.parametrize("device", ["foo", "", "cuda:-1", "cuda:99", "meta", "privateuseone"])
+def test_a_device_that_cannot_compute_here_is_refused(device):
+    with refusal(f"device `{device}` cannot be used: .", "`cpu`"):
+        choose_device(device)
+
+
+def test_a_usable_device_is_given_back():
+    assert choose_device("cpu") == choose_device(torch.device("cpu")) == torch.device("cpu")
+    assert choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("key", ["sink_size", "recent_size", "flush_size"])
+@pytest.mark.parametrize("value", [-1, True, 1.0, "8", 10**30])
+def test_a_window_size_that_is_no_number_of_tokens_is_refused(key, value):
+    with refusal(f"`{key}` is .{{,160}}$"):
+        Windows(**{key: value})
+
+
+def test_window_sizes_up_to_any_context_are_taken():
+    assert Windows(2**24, 2**24, 2**24).flush_size == 2**24
+    for wrong, message in (
+        ({"flush_size": 0}, "`flush_size` is 0"),
+        ({"prune": []}, r"`prune` is \[\], not"),
+    ):
+        with refusal(message):
+            Windows(**wrong)

@@ -1,16 +1,13 @@
 import dataclasses
 import math
 import os
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.mask import (
     ChannelMask,
@@ -21,18 +18,7 @@ from leank_convert.mask import (
     save_mask,
 )
 from leank_convert.mask_provenance import MaskProvenance
-from tests.checks import refused
-
-
-def facts(**changes):
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 96,
-    }
-    return read_model_facts({**config, **changes}, origin="config.json")
+from tests.checks import edit_tensors, llama_facts, ragged_mask, refusal, refused
 
 
 def provenance(**changes):
@@ -46,10 +32,10 @@ def provenance(**changes):
         "recipe": 'steps: 2\n# ümlaut "quoted"\n',
         "seed": 0,
     }
-    return MaskProvenance.for_model("a/b", facts(), **{**given, **changes})
+    return MaskProvenance.for_model("a/b", llama_facts(), **{**given, **changes})
 
 
-def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
+def test_a_saved_mask_is_read_back_whole(tmp_path):
     mask = ChannelMask(ragged_mask(), torch.rand(3, 4, 12), provenance())
     save_mask(mask, tmp_path / "m.safetensors")
     read = load_mask(tmp_path / "m.safetensors")
@@ -62,7 +48,7 @@ def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, ragged_mask, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
@@ -90,18 +76,6 @@ def write(path, content):
     else:
         torch.save(content, path)
     return path
-
-
-@pytest.mark.parametrize(
-    ("suffix", "dtype"),
-    [*zip(SUFFIXES, (torch.bool, torch.float32, torch.int64, torch.float32), strict=True)],
-)
-def test_plain_tensors_are_imported(tmp_path, ragged_mask, suffix, dtype):
-    mask = ragged_mask()
-    read = load_mask(write(tmp_path / f"m{suffix}", mask.to(dtype)))
-    assert read.channel_mask.dtype == torch.bool
-    assert read.channel_mask.equal(mask)
-    assert read.provenance is None and read.scaling_factors is None
 
 
 class Evil:
@@ -148,7 +122,10 @@ def test_what_is_no_mask_is_refused_in_a_sentence_and_nothing_of_it_runs(
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_no_file_or_larger_than_any_mask_is_refused(tmp_path):
+def test_what_is_no_file_larger_than_any_mask_or_of_a_newer_format_is_refused(tmp_path):
+    metadata = {"format": "leank-mask", "format_version": "2"}
+    save_file({"channel_mask": torch.ones(1, 2, 3, dtype=torch.bool)}, tmp_path / "m.safetensors", metadata)
+    refused(load_mask, tmp_path / "m.safetensors", "format version '2'")
     refused(load_mask, tmp_path / "m.pth", "does not exist")
     refused(load_mask, tmp_path, "is a folder")
     os.mkfifo(tmp_path / "pipe.npy")
@@ -178,21 +155,14 @@ def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(tmp_path, monkey
     assert asked == [("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")]
 
 
-def test_a_newer_format_is_refused(tmp_path):
-    metadata = {"format": "leank-mask", "format_version": "2"}
-    save_file({"channel_mask": torch.ones(1, 2, 3, dtype=torch.bool)}, tmp_path / "m.safetensors", metadata)
-    with pytest.raises(LeanKError, match="format version '2'"):
-        load_mask(tmp_path / "m.safetensors")
-
-
 def test_widths_and_ratio_of_any_mask():
     mask = torch.zeros(2, 3, 5, dtype=torch.bool)
     mask[0, 1] = True
     mask[1, 2, :2] = True
     assert ChannelMask(mask).widths == ((0, 5, 0), (0, 0, 2))
     assert ChannelMask(mask).pruning_ratio == pytest.approx(1 - 7 / 30)
-    assert all_channels_mask(facts()).pruning_ratio == 0
-    assert all_channels_mask(facts()).widths == ((12,) * 4,) * 3
+    assert all_channels_mask(llama_facts()).pruning_ratio == 0
+    assert all_channels_mask(llama_facts()).widths == ((12,) * 4,) * 3
 
 
 @pytest.mark.parametrize(
@@ -209,39 +179,35 @@ def test_a_mask_is_bool_and_its_factors_finite_float32(mask, factors):
         ChannelMask(mask, factors)
 
 
-def check(mask, model):
-    check_mask_fits(mask, model, mask_origin="m.pth", model_origin="some/model")
-
-
-def test_a_mask_of_another_model_is_refused(ragged_mask):
+def test_a_mask_of_another_model_is_refused():
     mask = ChannelMask(ragged_mask(), None, provenance())
-    check(mask, facts())
-    with pytest.raises(LeanKError, match=re.escape("[3, 4, 12]; model `some/model` needs [2, 4, 12]")):
-        check(mask, facts(num_hidden_layers=2))
-    with pytest.raises(LeanKError, match="`model_type` llama; model `some/model` has qwen2"):
-        check(mask, facts(model_type="qwen2"))
-    with pytest.raises(LeanKError, match="`num_attention_heads` 8; model `some/model` has 16"):
-        check(mask, facts(num_attention_heads=16, head_dim=12))
-    check(ChannelMask(ragged_mask()), facts(model_type="qwen2"))
-    with pytest.raises(LeanKError) as caught:
-        check(mask, facts(rope_theta=1e6))
-    assert '"rope_theta": 10000.0' in caught.value.message
-    assert '"rope_theta": 1000000.0' in caught.value.message
-    assert "--recipe" in str(caught.value.hint) and "inspect m.pth" in str(caught.value.hint)
+    origins = {"mask_origin": "m.pth", "model_origin": "a/model"}
+    check_mask_fits(mask, llama_facts(), **origins)
+    check_mask_fits(ChannelMask(ragged_mask()), llama_facts(model_type="qwen2"), **origins)
+    for changes, message, *hints in (
+        ({"num_hidden_layers": 2}, r"\[3, 4, 12\]; model `a/model` needs \[2, 4, 12\]"),
+        ({"model_type": "qwen2"}, "`model_type` llama; model `a/model` has qwen2"),
+        ({"num_attention_heads": 16, "head_dim": 12}, "`num_attention_heads` 8; model `a/model` has 16"),
+        ({"rope_theta": 1e6}, '"rope_theta": 10000.0.*"rope_theta": 1000000.0', "--recipe", "inspect m.pth"),
+    ):
+        with refusal(message, *hints):
+            check_mask_fits(mask, llama_facts(**changes), **origins)
 
 
 def test_plain_tensors_however_stored_are_imported(tmp_path):
-    for tensor in (
-        torch.nn.Parameter(torch.ones(2, 3, 4)),
-        torch.ones(4).expand(2, 3, 4),
-        torch.ones(8, 3, 4)[3:5],
-        torch.ones(4, 3, 2).permute(2, 1, 0).to(torch.uint16),
-        -torch.zeros(2, 3, 4),
+    mask, dtypes = ragged_mask(), (torch.bool, torch.float32, torch.int64, torch.float32)
+    for name, tensor in (
+        *((f"m{suffix}", mask.to(dtype)) for suffix, dtype in zip(SUFFIXES, dtypes, strict=True)),
+        ("m.pth", torch.nn.Parameter(torch.ones(2, 3, 4))),
+        ("m.pth", torch.ones(4).expand(2, 3, 4)),
+        ("m.pth", torch.ones(8, 3, 4)[3:5]),
+        ("m.pth", torch.ones(4, 3, 2).permute(2, 1, 0).to(torch.uint16)),
+        ("m.pth", -torch.zeros(2, 3, 4)),
+        ("m.npy", torch.from_numpy(np.asfortranarray(np.eye(4)[None].repeat(2, 0)))),
     ):
-        read = load_mask(write(tmp_path / "m.pth", tensor)).channel_mask
-        assert read.equal(tensor.detach() == 1)
-    write(tmp_path / "m.npy", np.asfortranarray(np.eye(4)[None].repeat(2, 0)))
-    assert load_mask(tmp_path / "m.npy").channel_mask.equal(torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+        read = load_mask(write(tmp_path / name, tensor))
+        assert read.channel_mask.dtype == torch.bool and read.channel_mask.equal(tensor.detach() == 1)
+        assert read.provenance is None and read.scaling_factors is None
 
 
 @pytest.mark.parametrize(
@@ -258,12 +224,10 @@ def test_plain_tensors_however_stored_are_imported(tmp_path):
         ("versions", '{"torch": 2}', "`versions.torch` is 2: Input should be a valid string"),
     ],
 )
-def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, ragged_mask, key, text, message):
+def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, key, text, message):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask(), None, provenance()), path)
-    with safe_open(path, "pt") as file:
-        metadata = {**file.metadata(), key: text}
-    save_file({"channel_mask": ragged_mask()}, path, metadata)
+    edit_tensors(path, {key: text})
     refused(load_mask, path, message)
 
 

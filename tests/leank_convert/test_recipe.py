@@ -1,14 +1,20 @@
+"""Recipes: what is refused, what is read, and what `leank-convert recipes` tells of them."""
+
 import functools
+import json
 import os
+import re
 import sys
 
 import pytest
 import yaml
 
-from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.errors import RecipeError
 from leank_convert.methods import METHODS, Method
 from leank_convert.recipe import Recipe, known_keys
 from leank_convert.recipe_file import list_recipes, load_recipe
+from leank_convert.recipe_listing import render_keys, render_recipes
+from tests.checks import done, refusal
 
 
 @pytest.fixture
@@ -81,9 +87,7 @@ def test_what_is_no_recipe_is_refused_in_a_sentence(write, text, problem):
         ("zzz: 1", "zzz", None),
     ],
 )
-def test_unknown_key_is_named_with_a_suggestion_from_beside_it_or_from_anywhere(
-    write, text, unknown, suggestion
-):
+def test_an_unknown_key_is_named_with_a_suggestion_from_anywhere(write, text, unknown, suggestion):
     error = problems_of(write(text))
     assert error.message == f"recipe `x.yaml`: unknown key `{unknown}`"
     assert error.hint == (f"did you mean `{suggestion}`?" if suggestion else None)
@@ -168,25 +172,27 @@ def test_no_key_of_a_number_takes_anything_else_or_one_beyond_all_measure(write,
         assert f"`{key}` is" in str(problems_of(path, [f"{key}={value}"]))
 
 
-def test_missing_recipe_suggests_a_packaged_one():
-    with pytest.raises(LeanKError, match="recipe `quickstrat` is neither a file nor") as caught:
-        load_recipe("quickstrat")
-    assert caught.value.hint == "did you mean `quickstart`?"
-    with pytest.raises(LeanKError, match="neither a file") as caught:
-        load_recipe("./elsewhere/zzz.yaml")
-    assert "quickstart" in caught.value.hint
-    with pytest.raises(LeanKError, match=r"x{80}…` is neither a file nor a packaged recipe"):
-        load_recipe("x" * 10**6)
-
-
-def test_what_is_no_file_of_text_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(LeanKError, match="is a folder, a pipe or a device"):
-            load_recipe(path)
-    (tmp_path / "x.yaml").write_bytes(b"seed: 1\n\xff\xfe\x00")
-    with pytest.raises(LeanKError, match="is not UTF-8 text: line 2"):
-        load_recipe(tmp_path / "x.yaml")
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("quickstrat", "recipe `quickstrat` is neither a file nor", "did you mean `quickstart`?"),
+        ("./elsewhere/zzz.yaml", "neither a file", "quickstart"),
+        ("x" * 10**6, "x{80}…` is neither a file nor a packaged recipe", ""),
+        (".", "is a folder, a pipe or a device", ""),
+        ("pipe", "is a folder, a pipe or a device", ""),
+        ("/dev/zero", "is a folder, a pipe or a device", ""),
+        ("binary.yaml", "is not UTF-8 text: line 2", ""),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_no_file_of_text_is_refused_and_a_packaged_recipe_suggested(
+    name, message, hint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    (tmp_path / "binary.yaml").write_bytes(b"seed: 1\n\xff\xfe\x00")
+    with refusal(message, hint):
+        load_recipe(name)
 
 
 # --- what is read ------------------------------------------------------------------------------------------
@@ -281,3 +287,51 @@ def test_magnitude_alpha_has_no_stage_2_whatever_the_recipe_says():
     recipe = Recipe(method="magnitude-alpha", stage2={"steps": 7, "learning_rate": 0.5})
     assert recipe.stage2.learning_rate == 0.5
     assert "stage2:\n  steps: 0\n" in recipe.to_yaml()
+
+
+# --- the listing -------------------------------------------------------------------------------------------
+
+NAMES = [recipe.name for recipe in list_recipes()]
+
+
+def test_listing_has_a_row_per_recipe_with_model_context_and_ratio():
+    shown = re.sub(" {2,}", "  ", render_recipes())
+    for name in NAMES:
+        recipe = load_recipe(name)
+        shortest, longest = recipe.data.min_length, recipe.data.max_length
+        context = " to ".join(f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in (shortest, longest))
+        assert f"{name}  {context}  70%\n  model: {recipe.model.id}\n" in shown
+
+
+def test_json_listing_has_the_same_facts():
+    listed = {recipe["name"]: recipe for recipe in json.loads(done("recipes", "--json"))}
+    assert list(listed) == NAMES
+    assert "stage1:" in done("recipes", "quickstart")
+    assert json.loads(done("recipes", "quickstart", "--json"))["pruning_ratio"] == 0.7
+    assert listed["qwen2.5-7b-instruct-yarn"] == {
+        "name": "qwen2.5-7b-instruct-yarn",
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "summary": list_recipes()[NAMES.index("qwen2.5-7b-instruct-yarn")].summary,
+        "min_length": 65536,
+        "max_length": 98304,
+        "pruning_ratios": [0.7],
+    }
+
+
+def test_keys_are_a_recipe_of_all_defaults(tmp_path):
+    """So the page can be saved, changed and trained by."""
+    printed = done("recipes", "--keys")
+    path = tmp_path / "mine.yaml"
+    path.write_text(printed)
+    assert load_recipe(path).model_dump() == Recipe().model_dump()
+    assert list(yaml.safe_load(printed)) == list(Recipe.model_fields)
+
+
+def test_every_key_stands_with_its_description_and_its_choices():
+    words = " ".join(render_keys().replace("#", " ").split())
+    for key in known_keys(Recipe):
+        assert f"{key.rpartition('.')[2]}:" in words
+    for field in (*Recipe.model_fields.values(), *type(Recipe().data).model_fields.values()):
+        assert (field.description or "") in words
+    assert "choices: nearest, budget" in words
+    assert "choices: retrieval, multi_value, passkey, variable_tracking" in words

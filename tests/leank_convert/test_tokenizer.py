@@ -13,6 +13,7 @@ from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.model import find_model, load_model
+from tests.checks import edit_json, fitting_mask
 
 RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
 
@@ -20,26 +21,16 @@ RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"
 @pytest.fixture(autouse=True)
 def _nobody_answers(monkeypatch):
     """transformers asks by `input` whether code may run."""
-
-    def ask(*_):
-        pytest.fail("it asks on the terminal")
-
-    monkeypatch.setattr("builtins.input", ask)
-    yield
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
 
 
 def plant(folder, marker, **settings):
     """Give a model's folder a config, a model and a tokenizer of its own."""
     (folder / "tokenization_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: ...\n")
-    classes = ("AutoConfig", "AutoModelForCausalLM")
-    auto_maps = {
-        "config.json": dict.fromkeys(classes, "tokenization_own.Own"),
-        "tokenizer_config.json": {"AutoTokenizer": [None, "tokenization_own.Own"]},
-    }
-    for name, auto_map in auto_maps.items():
-        content = json.loads((folder / name).read_text())
-        content.update(settings if name.startswith("tokenizer") else {}, auto_map=auto_map)
-        (folder / name).write_text(json.dumps(content))
+    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "tokenization_own.Own")
+    edit_json(folder / "config.json", auto_map=own)
+    tokenizers = {"AutoTokenizer": [None, "tokenization_own.Own"]}
+    edit_json(folder / "tokenizer_config.json", **settings, auto_map=tokenizers)
 
 
 def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers_knows_it(
@@ -52,8 +43,7 @@ def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers
     assert type(loaded.model).__module__.startswith("transformers.")
     assert loaded.tokenizer.get_vocab() == expected.get_vocab()
     plant(folder, marker, tokenizer_class="OwnTokenizer", model_max_length=7)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own"}))
+    edit_json(folder / "config.json", model_type="own")
     with pytest.raises(LeanKError, match="the tokenizer of `me/model` is code of its own") as caught:
         load_tokenizer(folder, "me/model")
     assert "trust_remote_code" not in f"{caught.value} {caught.value.hint}"
@@ -86,14 +76,13 @@ def test_a_checkpoints_tokenizer_needs_none_of_its_code(shipped_checkpoint, copy
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_code_is_carried_into_a_checkpoint(source_model, fitting_mask, tmp_path, caplog):
+def test_no_code_is_carried_into_a_checkpoint(source_model, tmp_path, caplog):
     source, marker = source_model(), tmp_path / "ran"
     plant(source, marker, chat_template="{{ messages }}")
     code = {"tokenizer_own.py", "tokenizer.pkl", "vocab.so", "chat_template.py", "LICENSE.py"}
     data = {"tokenizer.model", "tokenizer.model.v3", "vocab.json", "x.tiktoken", "LICENSE-2.0", "NOTICE.md"}
     for name in code | data:
         (source / name).write_text("{}")
-    config = json.loads((source / "config.json").read_text())
     loading = {
         "_name_or_path": "me/other",
         "attn_implementation": "me/kernel",
@@ -101,7 +90,7 @@ def test_no_code_is_carried_into_a_checkpoint(source_model, fitting_mask, tmp_pa
         "configuration_files": ["config.5.0.0.json"],
         "transformers_weights": "other.safetensors",
     }
-    (source / "config.json").write_text(json.dumps({**config, **loading}))
+    edit_json(source / "config.json", **loading)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     names = {path.name for path in out.iterdir()}
     assert data <= names and not code & names

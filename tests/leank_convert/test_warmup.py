@@ -7,11 +7,11 @@ import torch
 
 from leank_convert import warmup
 from leank_convert.export import export_checkpoint
-from tests.checks import done, rejected
+from tests.checks import done, fitting_mask, rejected
 
 
 @pytest.fixture
-def checkpoint(source_model, fitting_mask, tmp_path):
+def checkpoint(source_model, tmp_path):
     """A checkpoint of one dtype without weights: they are not read."""
 
     def build(dtype):
@@ -48,33 +48,23 @@ def test_kernels_for_drafts_are_asked_for_by_number_of_columns(checkpoint, monke
     assert set(asked) == set(range(1, 33))
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """Past the first checks: what is refused next needs no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_what_cannot_be_warmed_up_exits_2_with_a_hint(checkpoint, source_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = rejected("warmup", tmp_path)
+    assert "there is no CUDA device" in told and "hint: run it on the machine that will serve" in told
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what is refused next needs no GPU
     monkeypatch.setattr(warmup, "choose_device", torch.device)
-
-
-@pytest.mark.usefixtures("cuda")
-def test_what_cannot_be_warmed_up_exits_2(checkpoint, source_model, tmp_path):
-    single = checkpoint("float32")
     for arguments, told in (
         ((tmp_path / "absent",), "is no folder"),
         ((tmp_path, "--device", "cpu"), "cpu"),
         ((source_model("llama"),), "is not a LeanK checkpoint"),
-        ((single,), "stored in float32"),
+        ((checkpoint("float32"),), "stored in float32"),
     ):
         assert told in rejected("warmup", *arguments)
 
 
-def test_without_a_gpu_it_exits_2_with_a_hint(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = rejected("warmup", tmp_path)
-    assert "there is no CUDA device" in told and "hint: run it on the machine that will serve" in told
-
-
 @pytest.mark.gpu
-def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, fitting_mask, tmp_path):
+def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, tmp_path):
     source = source_model("llama", dtype="bfloat16", head_dim=64)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     facts = json.loads(done("warmup", out, "--json"))

@@ -1,8 +1,6 @@
 """Models built in memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from runtime import (
 from runtime.fp8_leank import SCALE_NAMES
 from tests.runtime.conversation import ModelPair
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
-from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS, assert_close
+from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS
 from tests.tiny_families import random_mask
 
 
@@ -31,7 +29,7 @@ def packed(masks: torch.Tensor) -> list[str]:
 
 
 def build_pair(
-    masks: torch.Tensor,
+    masks: torch.Tensor | Sequence[Sequence[int]],
     family: str = "Llama",
     groups: int = 2,
     sink: int = 3,
@@ -39,8 +37,11 @@ def build_pair(
     flush: int = 4,
     prune: str = "eager",
     seed: int = 0,
+    head_dim: int = 16,
     **config: Any,
 ) -> ModelPair:
+    """Of masks, or of so many channels of each head."""
+    masks = masks if isinstance(masks, torch.Tensor) else random_mask(masks, head_dim)
     num_pruned, num_kv_heads, head_dim = masks.shape
     kinds = config.get("layer_types", ["full_attention"] * num_pruned)
     sizes: dict[str, Any] = {
@@ -92,15 +93,7 @@ def model_pair() -> Callable[..., ModelPair]:
 
 
 @pytest.fixture
-def some_masks() -> Callable[..., torch.Tensor]:
-    """Random masks: `some_masks([[0, 5, 16], …])` keeps so many channels per head."""
-    return random_mask
-
-
-@pytest.fixture
-def coded_pair(
-    model_pair: Callable[..., ModelPair], some_masks: Callable[..., torch.Tensor]
-) -> Callable[..., ModelPair]:
+def coded_pair(model_pair: Callable[..., ModelPair]) -> Callable[..., ModelPair]:
     """A pair by what its cache codes, `coded_pair("fp8 static centred")`, keys of channels of many sizes.
 
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
@@ -110,7 +103,7 @@ def coded_pair(
         kv_dtype, _, constants = codec.partition(" ")
         if kv_dtype == "int4" and not family:
             widths, head_dim = INT4_WIDTHS, 80
-        masks = some_masks(widths, head_dim)
+        masks = random_mask(widths, head_dim)
         pair = model_pair(masks, *family, **config)
         if "values" in constants:
             kept = [
@@ -165,21 +158,15 @@ def rotate_values(pair: ModelPair) -> None:
 
 
 @pytest.fixture
-def model(model_pair: Callable[..., ModelPair], some_masks: Callable[..., torch.Tensor]) -> Any:
+def model(model_pair: Callable[..., ModelPair]) -> Any:
     """Of two layers, whose heads keep as many channels as `WIDTHS` says."""
-    return model_pair(some_masks(WIDTHS)).leank
+    return model_pair(WIDTHS).leank
 
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of four tokens."""
     monkeypatch.setattr(pages_leank, "PAGE", 4)
-
-
-@pytest.fixture(name="assert_close")
-def _assert_close() -> Callable[[Any, torch.Tensor, torch.Tensor], None]:
-    """Hold logits of a model to exact ones: at most twice the error that torch makes in that dtype."""
-    return assert_close
 
 
 @pytest.fixture

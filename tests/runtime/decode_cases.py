@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,32 @@ class DecodeCase:
             softmax_scale=softmax_scale,
             sinks=self.sinks,
         )
+
+    def check(self, ours: torch.Tensor, softmax_scale: float, rows: object = slice(None)) -> None:
+        """Hold attention to the rule in float64: at most twice the error that torch makes in its dtype."""
+        error = (ours.double() - self.expected(softmax_scale)).abs()
+        if self.valid is not None:
+            error = error.masked_fill(~self.valid[:, None, :, None], 0)
+        assert ours.dtype == self.query.dtype
+        found, bound = error[rows].max(), 2 * torchs_error(ours.dtype, self.layout.head_dim, softmax_scale)
+        assert found <= bound, f"{found:.2e}, twice torch's is {bound:.2e}"
+
+
+@functools.cache
+def torchs_error(dtype: torch.dtype, head_dim: int, softmax_scale: float) -> float:
+    """The error of dense SDPA in a dtype, over rows as short and as long as those of the tests."""
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for length in (2, 33, 65, 500):
+        states = [torch.randn(5, 8, n, head_dim, generator=generator) for n in (64, length, length)]
+        ours, exact = (
+            torch.nn.functional.scaled_dot_product_attention(
+                *(part.to(dtype).to(kind) for part in states), scale=softmax_scale
+            )
+            for kind in (dtype, torch.float64)
+        )
+        errors.append(float((ours.double() - exact).abs().max()))
+    return max(errors)
 
 
 def make_case(

@@ -1,7 +1,5 @@
 """What stands in for a GPU: graphs that record operations, and the kernels' interface in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,16 +1,19 @@
-"""What tools do with caches: join prompts that ran one at a time, fork a prefill, drive one layer alone."""
-
-from __future__ import annotations
+"""What tools do with caches: join and fork them, drive one layer alone; and what padding may hold."""
 
 import copy
+import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from leank_convert._runtime.configuration_leank import CACHE
+from runtime.attention_leank import leank_attention
 from runtime.tools import concatenate, fill_layer, fork
 from tests.runtime.tiny_inputs import WIDTHS, ids
+from tests.tiny_families import random_mask
 
 LENGTHS = [20, 33, 5]
 
@@ -33,10 +36,10 @@ def test_layers_are_joined_one_by_one(model):
     assert gone == [0, 0, 0, 1, 1, 1]
 
 
-def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, some_masks):
+def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair):
     first, second, _ = prefilled(model)
-    other = prefilled(model_pair(some_masks(WIDTHS, seed=1)).leank)[0]
-    wider = prefilled(model_pair(some_masks(WIDTHS), recent=9).leank)[0]
+    other = prefilled(model_pair(random_mask(WIDTHS, seed=1)).leank)[0]
+    wider = prefilled(model_pair(WIDTHS, recent=9).leank)[0]
     double = prefilled(copy.deepcopy(model).double())[0]
     centred = copy.deepcopy(model)
     centred.key_means = [torch.ones(1, 3, 16) for _ in model.model.layers]
@@ -106,3 +109,43 @@ def test_layers_are_filled_only_where_they_are_empty(model):
         fill_layer(cache, 1, keys[:, :, 1:], keys[:, :, 1:])
     with pytest.raises(ValueError, match="heads"):
         fill_layer(model.build_cache(), 0, keys[:, :2], keys[:, :2])
+
+
+class Attention(nn.Module):
+    """What an attention function asks of its module."""
+
+    config = SimpleNamespace(leank={})
+    num_key_value_groups = 2
+    is_causal = True
+    layer_idx = 0
+
+
+def test_what_padding_holds_does_not_matter(model_pair):
+    pair = model_pair([[0, 4, 16]], sink=2, recent=3, flush=2)
+    mask = torch.ones(2, 18, dtype=torch.bool)
+    mask[1, :4] = False
+    mask[1, 13:15] = False
+    mask[0, 17] = False
+    results = []
+    for filler in (1.0, math.nan):
+        cache = pair.leank.build_cache()
+        outputs = []
+        for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
+            query, key, value = (states(stop - start, heads, start) for heads in (6, 3, 3))
+            padding = ~mask[:, start:stop]
+            handle, _ = cache.layers[0].update(key, value)
+            if start:  # a prompt's padding runs through SDPA, which needs finite numbers
+                key.transpose(1, 2)[padding] = filler
+                value.transpose(1, 2)[padding] = filler
+                query.transpose(1, 2)[padding] = filler
+                seen = mask[:, :stop]
+            else:
+                seen = mask[:, None, None, :stop] & torch.ones(stop, stop, dtype=torch.bool).tril()
+                seen[1, 0, :4, :4] |= torch.eye(4, dtype=torch.bool)
+            out, _ = leank_attention(Attention(), query, handle, handle, seen, scaling=0.3)
+            outputs.append(out[mask[:, start:stop]])
+        store = cache.layers[0].store
+        for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
+            assert tensor.isfinite().all()
+        results.append(torch.cat(outputs))
+    assert torch.equal(*results)

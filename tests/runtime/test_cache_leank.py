@@ -1,25 +1,19 @@
 """The cache as an object: bytes, growth, crop, beams, copies, channel masks of one's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import ids
+from tests.runtime.tiny_inputs import assert_close, feed, ids
+from tests.tiny_families import random_mask
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
 
 
-def feed(model, tokens, cache=None, **kwargs):
-    with torch.no_grad():
-        return model(tokens, cache=cache, use_cache=True, **kwargs)
-
-
-def test_bytes_are_counted_by_region(model_pair, some_masks):
-    pair = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4)
+def test_bytes_are_counted_by_region(model_pair):
+    pair = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=4)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :10] = 0
     cache = feed(pair.leank, ids(2, 30), attention_mask=mask)[CACHE]
@@ -49,8 +43,8 @@ def test_bytes_are_counted_by_region(model_pair, some_masks):
     )
 
 
-def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4, 8]]), sink=128, recent=1024, flush=32, max_position_embeddings=8192)
+def test_rows_of_mixed_lengths_take_what_each_needs(model_pair):
+    pair = model_pair([[0, 4, 8]], sink=128, recent=1024, flush=32, max_position_embeddings=8192)
     lengths = [2048, *[100] * 7]
     mask = (torch.arange(2048) >= 2048 - torch.tensor(lengths)[:, None]).long()
     padded = feed(pair.leank, ids(8, 2048), attention_mask=mask)[CACHE]
@@ -72,8 +66,8 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
                 assert used < allocated <= 9 / 8 * used + 8 * page_bytes
 
 
-def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
+def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(model_pair):
+    model = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=8).leank
     mask = torch.ones(2, 21, dtype=torch.long)
     mask[1, :5] = 0
     cache = feed(model, ids(2, 20), attention_mask=mask[:, :20])[CACHE]
@@ -86,10 +80,8 @@ def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(model_pair,
     assert cache.memory().total.allocated == allocated
 
 
-def test_crop_into_the_pruned_region_is_refused_and_of_everything_leaves_an_empty_cache(
-    model_pair, some_masks
-):
-    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
+def test_crop_into_the_pruned_region_is_refused_and_of_everything_leaves_an_empty_cache(model_pair):
+    model = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=4).leank
     cache = feed(model, ids(1, 20))[CACHE]
     message = (
         r"crop of 7 tokens reaches into the pruned region: only the last 6 .* at most recent_size \+ 1 tokens"
@@ -110,10 +102,8 @@ def test_crop_into_the_pruned_region_is_refused_and_of_everything_leaves_an_empt
 @pytest.mark.parametrize(
     ("prune", "decoded", "count"), [("eager", 0, 1), ("deferred", 0, 3), ("eager", 1, 3), ("deferred", 1, 1)]
 )
-def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
-    count, decoded, prune, model_pair, some_masks, assert_close
-):
-    model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, prune, model_pair):
+    model = model_pair(MASK_WIDTHS, prune=prune).leank
     expected = feed(model, ids(1, 20))[CACHE]
     with torch.inference_mode():
         cache = model(ids(1, 20), attention_mask=torch.ones(1, 20))[CACHE]
@@ -132,9 +122,9 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
 class TestOwnChannelMasks:
     """`set_channel_mask`, the hook for methods that choose channels per prompt."""
 
-    def test_one_mask_for_all_rows_is_a_model_with_that_mask(self, model_pair, some_masks):
-        masks, others = some_masks(MASK_WIDTHS), some_masks([[3, 16, 0], [8, 0, 8]], seed=9)
-        model = model_pair(masks, prune="deferred").leank
+    def test_one_mask_for_all_rows_is_a_model_with_that_mask(self, model_pair):
+        others = random_mask([[3, 16, 0], [8, 0, 8]], seed=9)
+        model = model_pair(MASK_WIDTHS, prune="deferred").leank
         expected = model_pair(others, prune="deferred").leank.generate(ids(2, 30), **GREEDY)
         cache = feed(model, ids(2, 30)[:, :29])[CACHE]
         for layer, mask in zip(cache.layers, others, strict=True):
@@ -167,8 +157,8 @@ class TestOwnChannelMasks:
         ],
         ids=["not bool", "heads", "rows", "widths"],
     )
-    def test_a_mask_that_does_not_fit_is_refused(self, mask, message, model_pair, some_masks):
-        cache = feed(model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank, ids(2, 30))[CACHE]
+    def test_a_mask_that_does_not_fit_is_refused(self, mask, message, model_pair):
+        cache = feed(model_pair(MASK_WIDTHS, prune="deferred").leank, ids(2, 30))[CACHE]
         if "different" in message:
             mask[1, 0, 5] = False
         with pytest.raises(ValueError, match=message):

@@ -1,7 +1,5 @@
 """The `leank` block: what is wrong with it is said when the config is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,7 +44,7 @@ def sizes(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_good_block_is_read():
+def test_a_good_block_is_read_on_the_cpu_wherever_the_model_is_built():
     settings = read_settings(LeanKLlamaConfig(**sizes(), leank=block()))
     assert settings.widths == ((0, 16), (8, 8))
     assert settings.windows == Windows(128, 1024, 32, "eager")
@@ -56,9 +54,6 @@ def test_a_good_block_is_read():
         [[False] * 16, [True] * 16],
         [first_eight.tolist(), [True, False] * 8],
     ]
-
-
-def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
     with torch.device("meta"):
         own = block(widths=[[0, 12], [1, 2]], channel_masks=["0000fff0", "80000030"])
         settings = read_settings(LeanKLlamaConfig(**sizes(head_dim=12), leank=own))
@@ -120,14 +115,11 @@ def test_a_block_that_does_not_fit_its_model_is_refused(config_class, changes, o
         config_class(**sizes(**changes), leank=block(**own))
 
 
-def test_a_config_survives_saving_and_loading(tmp_path):
+def test_a_config_survives_saving_and_loading_and_may_have_no_head_dim(tmp_path):
     LeanKMistralConfig(**sizes(sliding_window=None), leank=block()).save_pretrained(tmp_path)
     again = LeanKMistralConfig.from_pretrained(tmp_path)
     assert again.leank == block()
     assert again.model_type == "leank_mistral"
     assert LeanKMistralConfig().leank is None
-
-
-def test_head_dim_may_be_left_to_the_config():
     config = LeanKQwen2Config(**{**sizes(), "head_dim": None}, leank=block())
     assert read_settings(config).head_dim == 16

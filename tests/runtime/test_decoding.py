@@ -1,7 +1,5 @@
 """Every way of feeding a LeanK model, from every cache, gives what the slow restatement of the rule gives."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused forward pass: where it serves, what it computes, and what it leaves of a model's weights."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -14,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
-from tests.runtime.tiny_inputs import WIDTHS, feed_turns, ids
+from tests.runtime.tiny_inputs import WIDTHS, feed_both, feed_turns, ids
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
@@ -33,9 +31,9 @@ def fused_steps(graphs, monkeypatch):
 
 
 @pytest.fixture
-def build(model_pair, some_masks):
+def build(model_pair):
     def build(family="Llama", **config):
-        model = model_pair(some_masks(WIDTHS), family, **config).leank
+        model = model_pair(WIDTHS, family, **config).leank
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # which are 1 or 0 in a new model
                 torch.nn.init.normal_(parameter, 0.5)
@@ -50,26 +48,19 @@ def padded(length: int) -> torch.Tensor:
     return mask
 
 
-def decode(model, cache, columns=1, rows=2, **how):
-    """Logits of a prompt and of twelve columns, so many at a time."""
-    return feed_turns(model, cache, [15, *[columns] * (12 // columns)], tokens=ids(rows, 27, 3), **how)
-
-
-def compare(model, assert_close, **how):
-    """Hold replayed steps to the stock forward pass, in logits and in what the caches hold."""
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, stock = decode(model, cache, **how), decode(model, plain, **how)
-    assert cache.graph.num_replays > 0 and plain.graph.num_replays == 0
-    real = slice(None) if how.get("mask") is None else how["mask"].bool()
-    assert_close(model, ours[real], stock[real])
-    for name in ("num_columns", "max_length"):
-        assert getattr(cache.rows, name) == getattr(plain.rows, name)
-    for name in ("lengths", "pruned_lengths"):
-        assert torch.equal(getattr(cache.rows, name), getattr(plain.rows, name))
+def compare(model, columns=1, rows=2, **how):
+    """Hold replayed steps, so many columns each, to the stock forward pass: in logits and in what is held."""
+    turns, tokens = [15, *[columns] * (12 // columns)], ids(rows, 27, 3)
+    cache, plain = feed_both(model, turns, tokens=tokens, **how)
+    assert cache.graph.num_replays > 0
     for layer, other in zip(cache.layers, plain.layers, strict=True):
         assert layer.num_columns == other.num_columns
         for held, expected in zip(layer.store.tensors, other.store.tensors, strict=True):
             torch.testing.assert_close(held, expected, rtol=1e-3, atol=1e-3)
+
+
+def decode(model, cache):
+    feed_turns(model, cache, [15, *[1] * 12])
 
 
 @pytest.mark.parametrize(
@@ -89,12 +80,12 @@ def compare(model, assert_close, **how):
     ],
     ids=str,
 )
-def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused_steps, build, assert_close):
+def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused_steps, build):
     own = {"value_widths": config["value_widths"]} if "value_widths" in config else {}
     model = build(family, **{key: value for key, value in config.items() if key not in own})
     model.config.leank = {**model.config.leank, **own}
     assert model.build_cache().layers[0].layout.value_chunk == (4 if own else 16)
-    compare(model, assert_close, **how)
+    compare(model, **how)
     assert len(fused_steps) == 2  # the warm-up and the capture
 
 
@@ -140,11 +131,11 @@ def of_inference(layer):
         "one weight twice",
     ],
 )
-def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, assert_close):
+def test_other_models_take_the_stock_forward_pass(change, fused_steps, build):
     model = build()
     change(model.model.layers[1])
-    compare(model, assert_close)
-    compare(build(intermediate_size=42), assert_close)  # which threads do not divide
+    compare(model)
+    compare(build(intermediate_size=42))  # which threads do not divide
     assert not fused_steps
 
 
@@ -152,7 +143,7 @@ def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, as
     ("patched", "package"),
     [(LlamaMLP, "tests"), (LlamaModel, "transformers_modules"), (LlamaForCausalLM, "tests")],
 )
-def test_a_patched_class_is_run(patched, package, fused_steps, build, assert_close, monkeypatch):
+def test_a_patched_class_is_run(patched, package, fused_steps, build, monkeypatch):
     model, forward = build(), patched.forward
 
     def other(*args, **kwargs):
@@ -160,7 +151,7 @@ def test_a_patched_class_is_run(patched, package, fused_steps, build, assert_clo
 
     other.__module__ = f"{package}.patches"
     monkeypatch.setattr(patched, "forward", other)
-    compare(model, assert_close)
+    compare(model)
     assert not fused_steps
 
 
@@ -174,7 +165,7 @@ def storages(model) -> int:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path, assert_close):
+def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path):
     model = build(family)
     before, held = {name: value.clone() for name, value in model.state_dict().items()}, storages(model)
     parameters = dict(model.named_parameters())
@@ -190,25 +181,25 @@ def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path, 
     for other in (model, copied, loaded):
         assert before.keys() == other.state_dict().keys()
         assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
-    compare(copied, assert_close)
+    compare(copied)
     place = query.data_ptr()
-    compare(model, assert_close)
+    compare(model)
     assert query.data_ptr() == place  # not laid side by side again
     with torch.no_grad():
         query.mul_(2)
-    compare(model, assert_close)
+    compare(model)
     model.to(torch.float64)
     assert storages(model) == 2 * held
 
 
-def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path, assert_close):
+def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path):
     def size(tensors):
         torch.save(tensors, file := io.BytesIO())
         return file.tell()
 
     model = build("Qwen2")
     before, names = size(model.state_dict()), [*model.state_dict()]
-    compare(model, assert_close)
+    compare(model)
     assert fused_steps
     state = model.state_dict()
     assert [*state] == names and size(state) == before
@@ -225,11 +216,11 @@ def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path, a
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])
-def test_weights_that_lie_transposed(name, fused_steps, build, assert_close):
+def test_weights_that_lie_transposed(name, fused_steps, build):
     model = build()
     linear = model.model.layers[1].get_submodule(name)
     linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
-    compare(model, assert_close)
+    compare(model)
     assert len(fused_steps) == 2
 
 
@@ -245,9 +236,9 @@ def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, buil
     assert cache.graph.num_replays == 2
 
 
-def test_models_that_share_parameters_share_fused_ones(fused_steps, build, assert_close):
+def test_models_that_share_parameters_share_fused_ones(fused_steps, build):
     model = build()
-    compare(model, assert_close)
+    compare(model)
     other = LeanKLlamaModel(model.config).eval()
     for name, parameter in model.model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -263,7 +254,7 @@ def test_models_that_share_parameters_share_fused_ones(fused_steps, build, asser
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build, assert_close):
+def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build):
     model = build()
     with torch.inference_mode():
         decode(model, model.build_cache())
@@ -273,12 +264,10 @@ def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build, asse
     model.train()
     model(ids(1, 5), labels=ids(1, 5)).loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    compare(model.eval(), assert_close)
+    compare(model.eval())
 
 
-def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(
-    fused_steps, build, assert_close, monkeypatch
-):
+def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(fused_steps, build, monkeypatch):
     model = build()
     cat = torch.cat
 
@@ -288,5 +277,5 @@ def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(
         return cat(tensors, *args, **kwargs)
 
     monkeypatch.setattr(torch, "cat", without_memory)
-    compare(model, assert_close)
+    compare(model)
     assert not fused_steps

@@ -1,7 +1,5 @@
 """The fused step on a CUDA device: its kernels against the stock classes, whole steps, what it costs."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 
@@ -27,10 +25,10 @@ SINK, RECENT, FLUSH = 3, 6, 4
 
 
 @pytest.fixture
-def build(model_pair, some_masks):
+def build(model_pair):
     def build(family="Llama", dtype=torch.bfloat16, layers=1, **config):
-        masks = some_masks(MASK_WIDTHS * layers, head_dim=64)
-        model = model_pair(masks, family, sink=SINK, recent=RECENT, flush=FLUSH, **config).leank
+        windows = {"sink": SINK, "recent": RECENT, "flush": FLUSH}
+        model = model_pair(MASK_WIDTHS * layers, family, head_dim=64, **windows, **config).leank
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # which are 1 or 0 in a new model
                 torch.nn.init.normal_(parameter, 0.5)

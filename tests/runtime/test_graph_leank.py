@@ -1,7 +1,5 @@
 """Captured decode steps against eager ones; the `graphs` fixture records operations in place of a device."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -12,7 +10,7 @@ import torch
 
 from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
-from tests.runtime.tiny_inputs import GREEDY, WIDTHS, feed_turns, ids
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed_both, feed_turns, ids
 
 
 def padded(length: int) -> torch.Tensor:
@@ -29,26 +27,11 @@ def step(model, cache, seed=0) -> torch.Tensor:
         return model(token, position_ids=position, cache=cache).logits
 
 
-@pytest.fixture
-def assert_same(assert_close):
-    """Run turns with graphs and without; return the cache that had them."""
-
-    def check(model, turns, expect_replays, mask=None, **kwargs) -> Any:
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        ours, eager = (
-            feed_turns(model, cache, turns, mask, **kwargs),
-            feed_turns(model, plain, turns, mask, **kwargs),
-        )
-        real = slice(None) if mask is None else mask.bool()
-        assert_close(model, ours[real], eager[real])
-        assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
-        assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
-        assert cache.rows.max_length == plain.rows.max_length
-        assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
-        assert (cache.graph.num_replays, plain.graph.num_replays) == (expect_replays, 0)
-        return cache
-
-    return check
+def fed(model, turns, expect_replays, mask=None, **how):
+    """Run turns with graphs and without; the cache that had them."""
+    cache, _ = feed_both(model, turns, mask, **how)
+    assert cache.graph.num_replays == expect_replays
+    return cache
 
 
 DRAFTS = [15, 1, 4, 1, 3, 4, 2, 7, 1, 2, 8, 5, 1, 4]
@@ -57,14 +40,14 @@ DRAFTS = [15, 1, 4, 1, 3, 4, 2, 7, 1, 2, 8, 5, 1, 4]
 @pytest.mark.parametrize(
     "kwargs", [{}, {"embeds": True}, {"positions": False}, {"mask": padded(sum(DRAFTS))}], ids=str
 )
-def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model, assert_same):
+def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model):
     """One graph for one column, one for two, one for three and four, one for five to eight."""
-    cache = assert_same(model, DRAFTS, 9, **kwargs)
+    cache = fed(model, DRAFTS, 9, **kwargs)
     assert cache.graph.num_captures == 4 and cache.graph.why_eager is None
 
 
-def test_generate_replays_drafts(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank
+def test_generate_replays_drafts(graphs, model_pair):
+    model = model_pair(WIDTHS, sink=2, recent=12, flush=30).leank
     prompt = ids(1, 6).repeat(1, 4)
     expected = model.generate(prompt, cache=model.build_cache(use_graphs=False), **GREEDY)
     for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": copy.deepcopy(model)}):
@@ -73,8 +56,8 @@ def test_generate_replays_drafts(graphs, model_pair, some_masks):
         assert [count for count in cache.graph._captured if count > 1] and cache.graph.num_replays > 0
 
 
-def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close, assert_same):
-    cache = assert_same(model, [60] + [1] * 20, 19)
+def test_growth_in_the_middle_is_captured_anew(graphs, model):
+    cache = fed(model, [60] + [1] * 20, 19)
     assert cache.graph.num_captures == 2
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     cache.reserve(80)
@@ -123,7 +106,7 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
 
 
 @pytest.fixture
-def changed(graphs, model, assert_close):
+def changed(graphs, model):
     """Change something between steps: they stay right; returns the cache that had graphs."""
 
     def check(change, replays_after, other=model) -> Any:
@@ -158,8 +141,8 @@ def test_after_a_change_steps_are_captured_anew(what, model, changed):
     assert cache.graph.num_captures == (1 if what == "rows in another order" else 2)
 
 
-def test_another_model_of_the_same_masks_is_captured_by_itself(model_pair, some_masks, changed):
-    changed(lambda cache: None, 2, model_pair(some_masks(WIDTHS), seed=5).leank)
+def test_another_model_of_the_same_masks_is_captured_by_itself(model_pair, changed):
+    changed(lambda cache: None, 2, model_pair(WIDTHS, seed=5).leank)
 
 
 @pytest.mark.parametrize("what", ["hook", "forward"])
@@ -183,7 +166,7 @@ def test_hooks_and_what_is_taken_away_again(what, model, changed):
     assert cache.graph.why_eager is None and cache.graph.num_replays == 2 + 3
 
 
-def test_a_reset_cache_begins_again(graphs, model, assert_close):
+def test_a_reset_cache_begins_again(graphs, model):
     cache, turns = model.build_cache(), [15, 1, 1, 1]
     first = feed_turns(model, cache, turns)
     cache.reset()
@@ -192,13 +175,13 @@ def test_a_reset_cache_begins_again(graphs, model, assert_close):
 
 
 class TestFailure:
-    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model, caplog, assert_same):
+    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model, caplog):
         graphs.append(RuntimeError("operation not permitted"))
-        cache = assert_same(model, [15] + [1] * 20, 0, mask=padded(35))
+        cache = fed(model, [15] + [1] * 20, 0, mask=padded(35))
         assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
         assert not graphs
 
-    def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model, assert_close):
+    def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             feed_turns(model, each, [15, 1, 1, 3], positions=False)
@@ -210,26 +193,26 @@ class TestFailure:
             assert_close(model, ours, eager)
         assert (cache.graph.num_captures, cache.graph.num_replays) == (2, 4)
 
-    def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model, monkeypatch, assert_same):
+    def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model, monkeypatch):
         norm = type(model.model.norm).forward
         monkeypatch.setattr(
             type(model.model.norm), "forward", lambda self, x: norm(self, x) if x.sum().item() else x
         )
-        cache = assert_same(model, [15] + [1] * 5, 0)
+        cache = fed(model, [15] + [1] * 5, 0)
         assert "the host asked for a value" in cache.graph.why_eager
 
-    def test_a_capture_without_memory_is_tried_again(self, graphs, model_pair, some_masks, assert_same):
+    def test_a_capture_without_memory_is_tried_again(self, graphs, model_pair):
         graphs.append(torch.OutOfMemoryError("no memory"))
-        assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 4)
+        fed(model_pair(WIDTHS).leank, [15] + [1] * 5, 4)
 
-    def test_a_capture_without_a_warm_up_that_fails_gets_one(self, graphs, model, assert_same):
-        assert_same(model, [15] + [1] * 5, 4)
+    def test_a_capture_without_a_warm_up_that_fails_gets_one(self, graphs, model):
+        fed(model, [15] + [1] * 5, 4)
         graphs.append(RuntimeError("not initialised"))
         # The first step fails to be captured, the second is.
-        cache = assert_same(model, [15] + [1] * 5, 4)
+        cache = fed(model, [15] + [1] * 5, 4)
         assert cache.graph.why_eager is None and not graphs
 
-    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model, assert_close):
+    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             feed_turns(model, each, [15, 1])
@@ -257,9 +240,9 @@ def test_graphs_can_be_switched_off_and_on(graphs, model):
     assert cache.graph.num_replays == 3
 
 
-def test_plain_torch_is_not_captured(graphs, model_pair, some_masks, monkeypatch, assert_same):
+def test_plain_torch_is_not_captured(graphs, model_pair, monkeypatch):
     monkeypatch.setattr(layer_leank, "find_kernels", lambda device, dtype, **shape: None)
-    cache = assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 0)
+    cache = fed(model_pair(WIDTHS).leank, [15] + [1] * 5, 0)
     assert cache.graph.why_eager == "plain torch serves a layer"
 
 

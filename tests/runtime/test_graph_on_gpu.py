@@ -1,7 +1,5 @@
 """Captured decode steps on a CUDA device, with the real kernels: tokens, memory, waiting, two devices."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -14,7 +12,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed_turns
+from tests.runtime.tiny_inputs import assert_close, feed_both, feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
 
 pytestmark = [
@@ -43,13 +41,18 @@ def padded(length: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def model(model_pair, some_masks):
-    return model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", torch.float16)
+def model(model_pair):
+    return model_pair(MASK_WIDTHS, head_dim=64).leank.to("cuda", torch.float16)
 
 
 def decode(model, cache, turns, mask=None) -> torch.Tensor:
     """Feed three rows turn by turn; logits of all columns."""
     return feed_turns(model, cache, turns, mask, tokens=ids(3, sum(turns), 3)).float()
+
+
+def decode_both(model, turns, mask=None):
+    """The same with graphs and without, held to one another; both caches."""
+    return feed_both(model, turns, mask, tokens=ids(3, sum(turns), 3))
 
 
 @contextlib.contextmanager
@@ -64,32 +67,24 @@ def no_waiting():
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
 @pytest.mark.parametrize("sizes", [(3, 6, 4), (100, 2**24, 2**24), (3, 60, 40)], ids=str)
-def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, some_masks, assert_close):
+def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair):
     sink, recent, flush = sizes
-    masks = some_masks(MASK_WIDTHS, head_dim=64)
-    model = model_pair(masks, sink=sink, recent=recent, flush=flush).leank.to("cuda", torch.float16)
+    pair = model_pair(MASK_WIDTHS, sink=sink, recent=recent, flush=flush, head_dim=64)
+    model = pair.leank.to("cuda", torch.float16)
     # 64 tokens fit at first, so memory grows while decoding; then a second turn, and single tokens again.
     turns = [50, *[1] * 30, 5, *[1] * 10]
     mask = padded(sum(turns)) if is_padded else None
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = decode(model, cache, turns, mask), decode(model, plain, turns, mask)
-    real = slice(None) if mask is None else mask.bool()
-    assert_close(model, ours[real], eager[real])
-    assert cache.graph.why_eager is None
-    assert cache.graph.num_replays >= 36 and plain.graph.num_replays == 0
-    assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
-    assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
+    cache, plain = decode_both(model, turns, mask)
+    assert cache.graph.why_eager is None and cache.graph.num_replays >= 36
     for one, other in zip(cache.layers, plain.layers, strict=True):
         assert_close(model, one.store.window_keys, other.store.window_keys)
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(
-    dtype, is_padded, model_pair, some_masks, monkeypatch
-):
+def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(dtype, is_padded, model_pair, monkeypatch):
     """Keys that nearly agree are rounded apart, so torch's error is that of a cache in FP8, too."""
-    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", dtype)
+    model = model_pair(MASK_WIDTHS, head_dim=64).leank.to("cuda", dtype)
     turns = [90, *[1] * 30, 5, *[1] * 10, 40, 1]
     mask = padded(sum(turns)) if is_padded else None
     real = slice(None) if mask is None else mask.bool()
@@ -107,7 +102,7 @@ def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair, assert_close):
+def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair):
     model = coded_pair("auto values rotated", MASK_WIDTHS, head_dim=64).leank.to("cuda", torch.float16)
     turns = [50, *[1] * 30, 5, *[1] * 10]
     cache = model.build_cache(kv_dtype=kv_dtype)
@@ -120,29 +115,25 @@ def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair, assert_clos
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_familys_steps_are_replayed(architecture, model_pair, some_masks, assert_close):
+def test_every_familys_steps_are_replayed(architecture, model_pair):
     """Mixtures of experts by their grouped product: other ways to run them ask the device for lengths."""
     options = OPTIONS.get(architecture.model_type, {})
-    masks = some_masks(MASK_WIDTHS, head_dim=64)
-    model = model_pair(masks, architecture.stem, **options).leank.to("cuda", torch.bfloat16)
+    model = model_pair(MASK_WIDTHS, architecture.stem, head_dim=64, **options).leank.to(
+        "cuda", torch.bfloat16
+    )
     if architecture.experts:
         model.set_experts_implementation("grouped_mm")
     turns = [50, *[1] * 20, 5, *[1] * 5]
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = decode(model, cache, turns), decode(model, plain, turns)
+    cache, _ = decode_both(model, turns)
     assert cache.graph.why_eager is None and cache.graph.num_replays >= 20
-    assert_close(model, ours, eager)
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_replayed_drafts_give_what_drafts_give(is_padded, model, assert_close):
+def test_replayed_drafts_give_what_drafts_give(is_padded, model):
     """Of all sizes, between single columns, while memory grows; crops take back what has not been pruned."""
     turns = [50, *[1, 4, 3, 8, 5, 1, 2, 2, 16, 11, 32, 20] * 2]
     mask = padded(sum(turns)) if is_padded else None
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = decode(model, cache, turns, mask), decode(model, plain, turns, mask)
-    real = slice(None) if mask is None else mask.bool()
-    assert_close(model, ours[real], eager[real])
+    cache, plain = decode_both(model, turns, mask)
     assert cache.graph.why_eager is None and cache.graph.num_replays == 24 - 6
     if not is_padded:
         for count, dropped in [(4, 3), (1, 0), (7, 2), (3, 1), (4, 4)]:
@@ -156,7 +147,7 @@ def test_replayed_drafts_give_what_drafts_give(is_padded, model, assert_close):
     assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
 
 
-def test_rows_of_mixed_lengths_decode_as_they_do_alone(model, assert_close):
+def test_rows_of_mixed_lengths_decode_as_they_do_alone(model):
     """Pages run out for some rows before others; beams then copy them in place, or lay them out anew."""
     lengths, num_steps = [300, 20, 61, 130], 150
     prompts = [ids(1, length, seed) for seed, length in enumerate(lengths)]
@@ -241,7 +232,7 @@ def test_generate_gives_the_same_tokens(options, model):
     assert results[0] == results[1]
 
 
-def test_inference_mode_and_no_grad_take_turns(model, assert_close):
+def test_inference_mode_and_no_grad_take_turns(model):
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     for each in (cache, plain):
         with torch.inference_mode():
@@ -257,7 +248,7 @@ def test_inference_mode_and_no_grad_take_turns(model, assert_close):
     assert cache.graph.num_replays >= 6
 
 
-def test_a_capture_on_another_stream(model, assert_close):
+def test_a_capture_on_another_stream(model):
     expected = decode(model, model.build_cache(use_graphs=False), [50, *[1] * 10])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -293,7 +284,7 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     assert cache.graph.num_replays >= 36, cache.graph.why_eager
 
 
-def test_a_copied_cache_decodes_on_by_itself(model, assert_close):
+def test_a_copied_cache_decodes_on_by_itself(model):
     cache = model.build_cache()
     decode(model, cache, [50, 1, 1, 1])
     copied = copy.deepcopy(cache)
@@ -318,10 +309,11 @@ def test_a_cache_with_a_graph_gives_its_memory_back(model):
     assert [once() for _ in range(10)][-1] <= reserved + 2**22
 
 
-def test_a_prompt_never_lies_dense_in_all_layers(model_pair, some_masks):
+def test_a_prompt_never_lies_dense_in_all_layers(model_pair):
     heads, layers, length = 8, 16, 16384
     model = model_pair(
-        some_masks([[0] * 4 + [16] * 4] * layers, head_dim=64),
+        [[0] * 4 + [16] * 4] * layers,
+        head_dim=64,
         sink=16,
         recent=64,
         flush=16,
@@ -345,7 +337,7 @@ def test_a_prompt_never_lies_dense_in_all_layers(model_pair, some_masks):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_decoding_over_two_devices(is_padded, model, assert_close):
+def test_decoding_over_two_devices(is_padded, model):
     accelerate = pytest.importorskip("accelerate")
     turns = [50, *[1] * 30, 5, 1, 1]
     mask = padded(sum(turns)) if is_padded else None

@@ -1,7 +1,5 @@
 """Chunks: every channel of every head has exactly one lane, kept channels first and ascending."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,39 +24,28 @@ def test_every_channel_has_one_lane(widths, chunk_size):
 
 
 @pytest.mark.parametrize(
-    ("widths", "head_dim", "expected"),
+    ("widths", "values", "head_dim", "expected"),
     [
-        ([[0, 32], [64, 128]], 128, 32),
-        ([[0, 32], [48, 128]], 128, 16),
-        ([[0, 33]], 128, 16),
-        ([[0, 32]], 96, 32),
-        ([[0, 32]], 80, 16),
-        ([[0, 8]], 16, 4),
-        ([[0, 1]], 2, 1),
+        ([[0, 32], [64, 128]], None, 128, (32, 128)),
+        ([[0, 32], [48, 128]], None, 128, (16, 128)),
+        ([[0, 33]], None, 128, (16, 128)),
+        ([[0, 32]], None, 96, (32, 96)),
+        ([[0, 32]], None, 80, (16, 80)),
+        ([[0, 8]], None, 16, (4, 16)),
+        ([[0, 1]], None, 2, (1, 2)),
+        ([[0, 32], [64, 64]], [[0, 128], [64, 64]], 128, (32, 64)),
+        ([[0, 32], [64, 64]], [[0, 128], [0, 0]], 128, (32, 64)),
+        ([[0, 32], [64, 64]], [[32, 64], [0, 96]], 96, (32, 32)),
+        ([[0, 32], [64, 64]], [[16, 0], [32, 48]], 64, (16, 16)),
     ],
 )
-def test_the_chunk_size_is_as_large_as_the_widths_allow(widths, head_dim, expected):
-    assert {layout.chunk_size for layout in cut_layers(widths, None, head_dim)} == {expected}
-
-
-@pytest.mark.parametrize(
-    ("values", "head_dim", "expected"),
-    [
-        (None, 128, (32, 128)),
-        ([[0, 128], [64, 64]], 128, (32, 64)),
-        ([[0, 128], [0, 0]], 128, (32, 64)),
-        ([[32, 64], [0, 96]], 96, (32, 32)),
-        ([[16, 0], [32, 48]], 64, (16, 16)),
-    ],
-)
-def test_a_chunk_of_v_is_a_head_unless_some_of_it_can_be_dropped_and_none_of_k_is_larger(
-    values, head_dim, expected
+def test_chunks_are_as_large_as_widths_allow_and_of_v_a_head_unless_some_of_it_can_be_dropped(
+    widths, values, head_dim, expected
 ):
-    layouts = cut_layers([[0, 32], [64, 64]], values, head_dim)
+    layouts = cut_layers(widths, values, head_dim)
     assert {(layout.chunk_size, layout.value_chunk) for layout in layouts} == {expected}
-    assert [layout.value_widths for layout in layouts] == [
-        values and tuple(own) for own in values or (None, None)
-    ]
+    kept = [tuple(own) for own in values] if values else [None] * len(widths)
+    assert [layout.value_widths for layout in layouts] == kept
 
 
 @pytest.mark.parametrize(

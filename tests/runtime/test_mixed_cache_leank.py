@@ -1,13 +1,11 @@
 """Layers that are not pruned, in a cache that is used in other ways than by one prompt and its answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed_turns
+from tests.runtime.tiny_inputs import feed_both
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -20,8 +18,8 @@ SLIDING = {
 
 
 @pytest.fixture
-def model(model_pair, some_masks):
-    return model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), "Qwen3", **SLIDING).leank
+def model(model_pair):
+    return model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", **SLIDING).leank
 
 
 def ids(length: int, seed: int = 0) -> torch.Tensor:
@@ -66,9 +64,9 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     assert cache.memory().other_keys.used == 2 * 3 * (WINDOW - 1) * 16 * 4
 
 
-def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_masks):
+def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
     options = {**OPTIONS["qwen3_next"], "layer_types": ["linear_attention", "full_attention"]}
-    model = model_pair(some_masks([[0, 3, 16]]), "Qwen3Next", **options).leank
+    model = model_pair([[0, 3, 16]], "Qwen3Next", **options).leank
     cache, positions, tokens = model.build_cache(), torch.arange(12)[None], ids(12, 1).expand(2, -1)
     decoded(model, cache, ids(12), positions)
     cache.reset()
@@ -78,22 +76,16 @@ def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_
 
 @pytest.mark.parametrize("padding", [None, 12])
 @pytest.mark.parametrize("architecture", [row for row in FAMILIES if row.values[0].other_layers])
-def test_steps_are_captured_once_windows_are_full(
-    architecture, padding, graphs, model_pair, some_masks, assert_close
-):
+def test_steps_are_captured_once_windows_are_full(architecture, padding, graphs, model_pair):
     options = dict(OPTIONS.get(architecture.model_type, SLIDING))
-    model = model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), architecture.stem, **options).leank
+    model = model_pair([[0, 3, 16], [4, 8, 8]], architecture.stem, **options).leank
     if architecture.experts:
         model.config._experts_implementation = "grouped_mm"  # others ask the device for lengths
     turns, mask = [4, *[1] * 20, 3, *[1] * 5], None
     if padding is not None:
         turns[0], mask = 14, torch.ones(2, sum(turns) + 10, dtype=torch.long)
         mask[1, :padding] = 0
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = (feed_turns(model, each, turns, mask) for each in (cache, plain))
-    real = slice(None) if mask is None else mask[:, : sum(turns)].bool()
-    assert_close(model, ours[real], eager[real])
-    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+    cache, _ = feed_both(model, turns, mask)
     assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
     slides = "sliding_attention" in model.config.layer_types
     assert cache.graph.num_replays == (22 if slides and padding is None else 24)

@@ -1,7 +1,5 @@
 """What may be captured: which steps, and which models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -27,8 +25,8 @@ from tests.runtime.tiny_inputs import WIDTHS
     ],
     ids=str,
 )
-def test_which_steps_are_captured(change, reason, graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_which_steps_are_captured(change, reason, graphs, model_pair):
+    model = model_pair(WIDTHS).leank
     for name, value in change.get("config", {}).items():
         setattr(model.config, name, value)
     tokens = change.get("tokens", torch.full((2, 1), 5))
@@ -45,24 +43,31 @@ class Adapter(torch.nn.Linear):
     """A module that is not of the stock model."""
 
 
-def test_which_models_are_captured(model_pair, some_masks):
-    cpu = torch.device("cpu")
-    masks = some_masks(WIDTHS)
-    assert ModelState(model_pair(masks).leank, cpu).why_eager is None
-    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
-    assert ModelState(model_pair(masks, rope_parameters=yarn).leank, cpu).why_eager is None
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    state = ModelState(model_pair(masks, rope_parameters=dynamic).leank, cpu)
-    assert state.why_eager == "rotary embedding of type 'dynamic' changes with the length"
-    model = model_pair(masks).leank
-    model.model.layers[1].mlp.up_proj = Adapter(48, 40, bias=False)
-    assert ModelState(model, cpu).why_eager == "module Adapter is not of the stock model"
-    model = model_pair(masks).leank
-    model.lm_head.forward = lambda states: states
-    assert "module Linear has a forward of its own" in ModelState(model, cpu).why_eager
-    model = model_pair(masks).leank
-    model.lm_head.to("meta")
-    assert ModelState(model, cpu).why_eager == "weights are not all on cpu"
-    model = model_pair(masks).leank
-    model.hf_quantizer = object()
-    assert ModelState(model, cpu).why_eager == "the model is quantized"
+def rope(kind):
+    original = {"original_max_position_embeddings": 2048} if kind == "yarn" else {}
+    return {"rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **original}}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "reason"),
+    [
+        ({}, (), None),
+        (rope("yarn"), (), None),
+        (rope("dynamic"), (), "rotary embedding of type 'dynamic' changes with the length"),
+        ({}, ("model.layers.1.mlp", "up_proj", Adapter(48, 40)), "module Adapter is not of the stock model"),
+        ({}, ("lm_head", "forward", lambda states: states), "module Linear has a forward of its own"),
+        (
+            {},
+            ("lm_head", "weight", torch.nn.Parameter(torch.empty(64, 48, device="meta"))),
+            "weights are not all on cpu",
+        ),
+        ({}, ("", "hf_quantizer", object()), "the model is quantized"),
+    ],
+)
+def test_which_models_are_captured(config, change, reason, model_pair):
+    model = model_pair(WIDTHS, **config).leank
+    if change:
+        module, name, value = change
+        setattr(model.get_submodule(module), name, value)
+    found = ModelState(model, torch.device("cpu")).why_eager
+    assert found == reason or reason in found

@@ -1,7 +1,5 @@
 """`generate` and forward of LeanK models built in memory: dense where all is kept, clear refusals."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
@@ -14,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import modeling_leank
 from runtime.modeling_leank import LeanKLlamaForCausalLM
-from tests.runtime.tiny_inputs import GREEDY, everything, feed_turns, one_row
+from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed_turns, one_row
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
@@ -58,8 +56,8 @@ def test_with_all_channels_kept_generate_is_the_dense_models(family, options, mo
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])  # of any release of transformers
-def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair, some_masks):
-    model = model_pair(some_masks([(3, 9), (5, 16)])).leank
+def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair):
+    model = model_pair([(3, 9), (5, 16)]).leank
     expected, cache = model.generate(one_row(), **GREEDY), model.build_cache()
     assert model.generate(one_row(), **GREEDY, **{name: cache}).tolist() == expected.tolist()
     assert cache.get_seq_length() == expected.shape[1] - 1
@@ -77,8 +75,8 @@ def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, mod
     assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
 
 
-def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     expected = pair.leank.generate(**padded_batch(), **GREEDY).tolist()
     for size in (1, 4, 20):
         ours = pair.leank.generate(**padded_batch(), **GREEDY, prefill_chunk_size=size, prune="deferred")
@@ -87,8 +85,8 @@ def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair, some_ma
     assert eager.tolist() != expected
 
 
-def test_prune_is_taken_from_argument_then_generation_config_then_config(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_prune_is_taken_from_argument_then_generation_config_then_config(model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     model = pair.leank
     settings = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 1, "min_new_tokens": 1}
 
@@ -106,8 +104,8 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
         model.generate(one_row(), prune="lazy")
 
 
-def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair, some_masks):
-    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair):
+    model = model_pair([[0, 4], [4, 8]]).leank
     with torch.no_grad():
         cache = model(one_row())[CACHE]
     model.generation_config.prune = "deferred"
@@ -121,16 +119,16 @@ def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair, some_ma
     assert empty.prune == "deferred"
 
 
-def test_inputs_embeds_give_what_ids_give(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_inputs_embeds_give_what_ids_give(model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     batch = padded_batch()
     embeds = pair.leank.get_input_embeddings()(batch["input_ids"])
     ours = pair.leank.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
     assert ours.tolist() == pair.leank.generate(**batch, **GREEDY)[:, 21:].tolist()
 
 
-def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     with torch.no_grad():
         ours, dense = (model(**padded_batch(), use_cache=False) for model in (pair.leank, pair.dense))
     assert CACHE not in ours
@@ -144,8 +142,8 @@ def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(model_pair, 
 
 @pytest.mark.parametrize("turns", [(20, 1, 1), (20, 3, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair, some_masks):
-    model = model_pair(some_masks([[0, 3, 16], [4, 8, 8]])).leank
+def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair):
+    model = model_pair([[0, 3, 16], [4, 8, 8]]).leank
     cache, expected = model.build_cache(), model.build_cache()
     for seed, count in enumerate(turns):
         ids = torch.randint(3, 64, (2, count), generator=torch.Generator().manual_seed(seed))
@@ -156,8 +154,8 @@ def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair, som
         assert (ours - exact).norm() < 0.03 * exact.norm()
 
 
-def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair, some_masks):
-    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair):
+    model = model_pair([[0, 4], [4, 8]]).leank
     ids = one_row()
     cache = model(ids)[CACHE]
     for _ in range(3):
@@ -166,8 +164,8 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair,
 
 
 @pytest.mark.parametrize("where", ["argument", "model", "both"])
-def test_a_dynamic_cache_in_a_generation_config_means_the_own_one(where, model_pair, some_masks, caplog):
-    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+def test_a_dynamic_cache_in_a_generation_config_means_the_own_one(where, model_pair, caplog):
+    model = model_pair([[0, 4], [4, 8]]).leank
     expected = model.generate(one_row(), **GREEDY)
     if where != "argument":
         model.generation_config.cache_implementation = "dynamic"
@@ -205,8 +203,8 @@ def test_usual_attention_requests_mean_leank(request_, model_pair):
     assert model.config._attn_implementation == model.model.config._attn_implementation == "leank"
 
 
-def test_a_model_saves_what_the_stock_model_does_and_loads_with_its_masks(model_pair, some_masks, tmp_path):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_a_model_saves_what_the_stock_model_does_and_loads_with_its_masks(model_pair, tmp_path):
+    pair = model_pair([[0, 4], [4, 8]])
     assert pair.leank.state_dict().keys() == pair.dense.state_dict().keys()
     pair.leank.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
@@ -231,8 +229,8 @@ def test_a_cpu_without_bfloat16_is_told_of_float32(has_bfloat16, model_pair, tmp
 
 
 @pytest.mark.parametrize("how", ["model", "forward"])
-def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     settings = {**GREEDY, "max_new_tokens": 40, "min_new_tokens": 40}
     expected = pair.leank.generate(**padded_batch(), **settings)
     if how == "model":
@@ -246,8 +244,8 @@ def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_
     assert torch._dynamo.utils.counters["frames"]["total"] <= 6
 
 
-def test_without_a_cache_a_compiled_model_is_one_graph(model_pair, some_masks, assert_close):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+def test_without_a_cache_a_compiled_model_is_one_graph(model_pair):
+    pair = model_pair([[0, 4], [4, 8]])
     compiled = torch.compile(pair.leank, backend="eager", fullgraph=True)
     with torch.no_grad():
         ours = compiled(one_row(), use_cache=False).logits

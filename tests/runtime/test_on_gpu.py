@@ -1,7 +1,5 @@
 """Decoding on a CUDA device by plain torch: the CPU's tokens, and no decode step waits for the device."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -38,8 +36,8 @@ def batch() -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_it_generates_what_the_cpu_generates(options, model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.double()
+def test_it_generates_what_the_cpu_generates(options, model_pair):
+    model = model_pair(MASK_WIDTHS, head_dim=64).leank.double()
     expected = model.generate(**batch(), **GREEDY, **options)
     model.cuda()
     ours = model.generate(**{name: tensor.cuda() for name, tensor in batch().items()}, **GREEDY, **options)
@@ -47,9 +45,8 @@ def test_it_generates_what_the_cpu_generates(options, model_pair, some_masks):
 
 
 @pytest.mark.parametrize("family", MIXED)
-def test_mixed_layers_generate_what_they_do_on_the_cpu(family, model_pair, some_masks):
-    masks = some_masks(MASK_WIDTHS, head_dim=64)
-    model = model_pair(masks, ARCHITECTURES[family].stem, **OPTIONS[family]).leank.double()
+def test_mixed_layers_generate_what_they_do_on_the_cpu(family, model_pair):
+    model = model_pair(MASK_WIDTHS, ARCHITECTURES[family].stem, head_dim=64, **OPTIONS[family]).leank.double()
     for options in ({}, {"num_beams": 3}):
         expected = model.cpu().generate(**batch(), **GREEDY, **options)
         prompt = {name: tensor.cuda() for name, tensor in batch().items()}
@@ -60,8 +57,8 @@ def test_mixed_layers_generate_what_they_do_on_the_cpu(family, model_pair, some_
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int4"])
 @pytest.mark.parametrize("padded", [False, True], ids=["one length", "padded"])
-def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.cuda()
+def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair):
+    model = model_pair(MASK_WIDTHS, head_dim=64).leank.cuda()
     prompt = {name: tensor.cuda() for name, tensor in batch().items()}
     mask = prompt["attention_mask"] if padded else None
     token = torch.full((3, 1), 7, device="cuda")

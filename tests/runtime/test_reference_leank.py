@@ -1,7 +1,5 @@
 """Decode attention and turns in plain torch, against the naive reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -26,10 +24,8 @@ PRUNED = [0, 0, 0, 0, 28, 0, 3, 51, 49, 50]
 
 def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change):
     """Rows of so many stored tokens, pruned ones among them, in pages; what no token is put into is 1e4."""
-    valid = change.get("valid")
-    new = [columns] * len(rows) if valid is None else valid.sum(1).tolist()
     case = make_case(
-        random_masks(widths, D), [(row[0] + count, *row[1:]) for row, count in zip(rows, new, strict=True)],
+        random_masks(widths, D), [(stored + columns, *pruned) for stored, *pruned in rows],
         chunk_size=cut_layers([widths], None, D)[0].chunk_size, num_groups=groups, sink_size=SINK,
         dtype=dtype, device=torch.device("cpu"), num_columns=columns, page_sizes=(16, 8), **change,
     )  # fmt: skip
@@ -45,8 +41,7 @@ def in_store(case, loose=0):
 
 def in_turn(case, kernels=None):
     """Attention to stored tokens, and to new ones that are not stored yet."""
-    new = 1 if case.valid is None else case.valid.sum(1)
-    stored = case.seen[:, -1] - (case.seen.shape[1] if case.valid is None else new)
+    stored = case.seen[:, -1] - case.seen.shape[1]
     return attend_turn(
         case.query, centre(case.keys, case.store.key_mean[:, :, None]), case.values, case.valid, case.store,
         list(zip(stored.tolist(), case.pruned[:, 0].tolist(), strict=True)), layout=case.layout,
@@ -54,76 +49,48 @@ def in_turn(case, kernels=None):
     )  # fmt: skip
 
 
-def torchs_error(dtype):
-    """The error of dense SDPA in a dtype, over rows as long as those here."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(10, 6, n, D, generator=generator).to(dtype) for n in (4, 65, 65))
-    ours, exact = (
-        torch.nn.functional.scaled_dot_product_attention(
-            *(t.to(kind) for t in (query, key, value)), scale=SCALE
-        )
-        for kind in (dtype, torch.float64)
-    )
-    return float((ours.double() - exact).abs().max())
-
-
-@pytest.fixture
-def check():
-    """Hold attention to float64: at most twice the error that torch makes in that dtype."""
-
-    def check(case, ours, rows=slice(None)):
-        error = (ours.double() - case.expected(SCALE)).abs()
-        if case.valid is not None:
-            assert not ours.transpose(1, 2)[~case.valid].any()
-            error = error.masked_fill(~case.valid[:, None, :, None], 0)
-        assert ours.dtype == case.query.dtype
-        assert float(error[rows].max()) <= 2 * torchs_error(ours.dtype)
-
-    return check
-
-
 @pytest.mark.parametrize(
     ("widths", "value_widths"), [*((widths, None) for widths in WIDTHS), *VALUES], ids=str
 )
 @pytest.mark.parametrize("attend", [in_store, in_turn])
-def test_it_is_attention_over_the_three_regions(widths, value_widths, attend, check):
+def test_it_is_attention_over_the_three_regions(widths, value_widths, attend):
     rows = list(zip(LENGTHS, PRUNED, strict=True))
     for columns in (1, 4):
         case = case_of(widths, rows, columns=columns, value_widths=value_widths)
-        check(case, attend(case))
+        case.check(attend(case), SCALE)
 
 
-def test_a_loose_bound_on_lengths_and_torchs_default_device_change_nothing(check):
+def test_a_loose_bound_on_lengths_and_torchs_default_device_change_nothing():
     case = case_of((0, 16, 64), [(40, 29), (12, 1)], columns=4)
-    check(case, in_store(case, loose=9))
+    case.check(in_store(case, loose=9), SCALE)
     with torch.device("meta"):
         ours = in_turn(case)
-    check(case, ours)
+    case.check(ours, SCALE)
 
 
-def test_every_column_may_see_its_own_part(check):
+def test_every_column_may_see_its_own_part():
     for value_widths in (None, (0, 32, 64)):
         case = case_of((0, 16, 64), [(37, 22, 24), (9, 0, 5)], columns=3, value_widths=value_widths)
         assert len(case.pruned.unique()) > 3
-        check(case, in_store(case))
+        case.check(in_store(case), SCALE)
 
 
-def test_an_empty_row_and_a_nan_query_stay_in_their_row(check):
+def test_an_empty_row_and_a_nan_query_stay_in_their_row():
     case = case_of((0, 16, 64), [(40, 29), (-1, 0), (12, 1)])
     assert in_store(case).isfinite().all()
     broken = case.query.clone()
     broken[1] = math.nan
-    check(case, in_store(replace(case, query=broken)), rows=[0, 2])
+    case.check(in_store(replace(case, query=broken)), SCALE, rows=[0, 2])
 
 
-def test_no_kernel_is_launched_for_a_row_that_holds_nothing(check):
+def test_no_kernel_is_launched_for_a_row_that_holds_nothing():
     # No GPU takes a launch of no blocks. Without tokens a case is right without copies.
     case = case_of((0, 16, 64), [(0, 0), (0, 0)], columns=4)
-    check(case, in_turn(case, kernels=object()))
+    case.check(in_turn(case, kernels=object()), SCALE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attend", [in_store, in_turn])
-def test_half_precision_errs_no_more_than_twice_what_torch_does(attend, dtype, check):
+def test_half_precision_errs_no_more_than_twice_what_torch_does(attend, dtype):
     case = case_of((64, 64), [(40, 29), (23, 11)], columns=3, dtype=dtype)
-    check(case, attend(case))
+    case.check(attend(case), SCALE)

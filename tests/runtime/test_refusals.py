@@ -1,7 +1,5 @@
 """What a LeanK model cannot do, it refuses at once, in a sentence that names the way out."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
@@ -13,6 +11,7 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
 from tests.runtime.tiny_inputs import GREEDY, everything, one_row
+from tests.tiny_families import random_mask
 
 
 def settings(**options):
@@ -114,9 +113,9 @@ def test_foreign_caches_are_refused_also_empty_ones_because_they_would_stay_empt
                 call(one_row(), cache=cache)
 
 
-def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
-    mine = model_pair(some_masks([[0, 4], [4, 8]])).leank
-    for masks in (some_masks([[0, 4], [4, 8]], seed=1), some_masks([[0, 4], [8, 4]]), everything(layers=1)):
+def test_an_empty_cache_of_another_model_is_refused(model_pair):
+    mine = model_pair([[0, 4], [4, 8]]).leank
+    for masks in (random_mask([[0, 4], [4, 8]], seed=1), [[0, 4], [8, 4]], everything(layers=1)):
         other = model_pair(masks).leank
         for call in (mine, mine.generate):
             with pytest.raises(
@@ -126,8 +125,8 @@ def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
     mine.generate(one_row(), cache=copy.deepcopy(mine).build_cache(), **GREEDY)
 
 
-def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair, some_masks):
-    model = model_pair(some_masks([[0, 4], [4, 8]]), recent=2, flush=1).leank
+def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):
+    model = model_pair([[0, 4], [4, 8]], recent=2, flush=1).leank
     with pytest.raises(ValueError, match=r"drafts .* at most recent_size \+ 1 tokens, here 3"):
         model.generate(one_row(6).repeat(1, 4), prompt_lookup_num_tokens=10, **GREEDY)
 

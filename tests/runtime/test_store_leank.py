@@ -1,7 +1,5 @@
 """How much memory a cache takes: what is reserved, how it grows, and what a prompt leaves behind."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -11,15 +9,10 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import ids, row
+from tests.runtime.tiny_inputs import feed, ids, row
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-def feed(model, tokens, cache=None, **kwargs):
-    with torch.no_grad():
-        return model(tokens, cache=cache, use_cache=True, **kwargs)
 
 
 def capacities(cache) -> set[int]:
@@ -29,8 +22,8 @@ def capacities(cache) -> set[int]:
     return {run * 64 for store in stores for run in store.tables.runs}
 
 
-def test_reserved_memory_never_grows(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_reserved_memory_never_grows(model_pair):
+    model = model_pair(WIDTHS).leank
     cache = model.build_cache()
     cache.reserve(250)
     feed(model, ids(2, 130), cache)
@@ -57,8 +50,8 @@ def window_pages(cache) -> set[int]:
 
 
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
-def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_an_absurd_reservation_is_refused(num_columns, model_pair):
+    model = model_pair(WIDTHS).leank
     cache = feed(model, ids(2, 60))[CACHE]
     with pytest.raises(ValueError, match=r"^`num_columns` is .{1,60}, not an integer from 0 to 16777216$"):
         cache.reserve(num_columns)
@@ -67,10 +60,8 @@ def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
     assert capacities(cache) == {64} and cache.rows.num_reserved == 0
 
 
-def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
-    model_pair, some_masks, monkeypatch
-):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(model_pair, monkeypatch):
+    model = model_pair(WIDTHS).leank
     cache = feed(model, ids(2, 60))[CACHE]
 
     def fail(*_):
@@ -91,10 +82,8 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
     [({"max_new_tokens": 200}, 320), ({"max_length": 130}, 192), ({"max_new_tokens": 300}, 128)],
     ids=str,
 )
-def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(
-    options, capacity, model_pair, some_masks
-):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(options, capacity, model_pair):
+    model = model_pair(WIDTHS).leank
     # Any token ends the answer: what is there by then was reserved.
     settings = {"return_dict_in_generate": True, "eos_token_id": list(range(64)), **GREEDY}
     result = model.generate(ids(2, 100), attention_mask=torch.ones(2, 100), **options, **settings)
@@ -104,8 +93,8 @@ def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(
     assert capacities(result[CACHE]) == {384}
 
 
-def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, some_masks, monkeypatch):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, monkeypatch):
+    model = model_pair(WIDTHS).leank
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :23] = 0
     whole = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
@@ -116,8 +105,8 @@ def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, some_masks, mo
             assert torch.equal(getattr(ours.store, name), getattr(expected.store, name))
 
 
-def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, some_masks, monkeypatch):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, monkeypatch):
+    model = model_pair(WIDTHS).leank
     whole: list[weakref.ref] = []
     alive: list[list[bool]] = []
     attend = AttentionHandle.attend
@@ -135,9 +124,9 @@ def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, 
 
 
 @pytest.mark.parametrize("sizes", [(3, 6, 2**24), (3, 2**24, 4), (2**24, 2**24, 2**24)], ids=str)
-def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair, some_masks):
+def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair):
     sink, recent, flush = sizes
-    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush, prune="deferred")
+    pair = model_pair(WIDTHS, sink=sink, recent=recent, flush=flush, prune="deferred")
     whole = pair.leank.build_cache()
     with torch.no_grad():
         pair.leank(torch.stack([row(100, 0), row(100, 1)]), cache=whole)
@@ -150,8 +139,8 @@ def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair, some_masks)
             assert memory.total.allocated <= 1.5 * (memory.dense_keys + memory.dense_values)
 
 
-def test_what_is_reserved_covers_the_window(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS), sink=3, recent=300, flush=32).leank
+def test_what_is_reserved_covers_the_window(model_pair):
+    model = model_pair(WIDTHS, sink=3, recent=300, flush=32).leank
     cache = model.build_cache()
     cache.reserve(250)
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """Masks, tokens and settings of tiny models, how they are fed, and how close their logits have to be."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +45,12 @@ def random_masks(widths: tuple[int, ...], head_dim: int, seed: int = 0) -> torch
     return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
 
 
+@torch.no_grad()
+def feed(model: Any, tokens: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    """One pass of a model over tokens, with its cache."""
+    return model(tokens, cache=cache, use_cache=True, **options)
+
+
 def feed_turns(
     model: Any,
     cache: Any,
@@ -74,6 +78,22 @@ def feed_turns(
         cache, start = output[CACHE], stop
         logits.append(output.logits)
     return torch.cat(logits, 1)
+
+
+def feed_both(
+    model: Any, turns: Sequence[int], mask: torch.Tensor | None = None, **how: Any
+) -> tuple[Any, Any]:
+    """Feed turns with graphs and without, and hold the one to the other; both caches."""
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = (feed_turns(model, each, turns, mask, **how) for each in (cache, plain))
+    real = slice(None) if mask is None else mask[:, : sum(turns)].bool()
+    assert_close(model, ours[real], eager[real])
+    for name in ("lengths", "pruned_lengths"):
+        assert torch.equal(getattr(cache.rows, name), getattr(plain.rows, name))
+    assert cache.rows.max_length == plain.rows.max_length
+    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+    assert plain.graph.num_replays == 0
+    return cache, plain
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:

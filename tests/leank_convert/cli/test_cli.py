@@ -10,7 +10,7 @@ import pytest
 
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
-from tests.checks import done, rejected, run
+from tests.checks import done, edit_json, rejected, run, run_python, snapshot
 
 SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
 CALIBRATION = ["--set", "calibration_prompts=2"]
@@ -36,7 +36,7 @@ def test_help_imports_no_heavy_library(command, helps):
         "    except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert done.stdout.count("Usage:") == len(helps)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(len(line) <= 80 and not re.match("  .*\\.\\.\\.$", line) for line in done.stdout.splitlines())
@@ -65,8 +65,7 @@ def test_a_terminal_is_told_that_a_slow_command_loads():
     )
     assert os.read(ours, 1000).decode().strip() == "loading torch, transformers and the files"
     assert done.stdout == "done\n"
-    quiet = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not quiet.stderr
+    assert not run_python("-c", code).stderr
 
 
 def test_debug_shows_the_traceback(tmp_path):
@@ -97,9 +96,7 @@ def test_window_flags_reach_the_checkpoint(tmp_path):
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
 
 
-def test_what_cannot_be_exported_is_refused_before_it_is_trained(
-    exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
-):
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(exported, copy_of, tmp_path, monkeypatch):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
     quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
     edit_json(quantized / "config.json", quantization_config={"load_in_4bit": True})

@@ -1,12 +1,12 @@
-"""What the command line refuses: in one style, before torch is imported, whatever the number."""
+"""What the command line refuses: in one style, before torch is imported, whatever the number or library."""
 
 import os
-import subprocess
+import re
 import sys
 
 import pytest
 
-from tests.checks import rejected, run
+from tests.checks import rejected, run, run_python
 
 
 @pytest.mark.parametrize(
@@ -122,22 +122,23 @@ def test_a_seed_has_63_bits(command):
 
 
 @pytest.fixture
-def without_torch(tmp_path):
-    """Runs a command where torch cannot be imported."""
-    for name in ("torch", "transformers"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+def run_where(tmp_path):
+    """Runs a command where modules of these names hold what is given."""
 
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "leank_convert", *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(arguments, **modules):
+        for name, code in modules.items():
+            (tmp_path / f"{name}.py").write_text(code)
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        return run_python("-m", "leank_convert", *arguments, env={**os.environ, "PYTHONPATH": path})
 
     return run
+
+
+@pytest.fixture
+def without_torch(run_where):
+    """Runs a command where torch cannot be imported."""
+    modules = {name: f"raise SystemExit('{name} was imported')\n" for name in ("torch", "transformers")}
+    return lambda *arguments: run_where(arguments, **modules)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,32 @@ def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, s
     done = without_torch("evaluate", shipped_checkpoint, "--recipe", "quickstart", "--set", "seed=x")
     assert done.returncode == 2
     assert "`seed` is 'x'" in done.stderr
+
+
+# As transformers does where torch lacks what one of its modules names.
+LAZY = """
+def __getattr__(name):
+    try:
+        raise AttributeError("module 'torch' has no attribute 'float8_e8m0fnu'")
+    except AttributeError as error:
+        raise ModuleNotFoundError(f"Could not import module '{name}'. Are its requirements met?") from error
+"""
+CASES = {
+    "too old a torch": (LAZY, "Could not import module '"),
+    "too old a transformers": ("", "cannot import name '"),
+    "a library of its own is missing": ("import a_library_of_its_own", "No module named 'a_library_of_its"),
+    "a shared object is missing": ("raise OSError('libcudart.so.12: cannot open')", "libcudart.so.12: canno"),
+}
+
+
+@pytest.mark.parametrize(("code", "message"), CASES.values(), ids=CASES)
+def test_a_failing_import_is_one_sentence_with_the_versions_seen(code, message, run_where, tmp_path):
+    for name, version in (("torch", "2.6.0"), ("transformers", "5.10.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    done = run_where(["analyze", "testbed"], transformers=code)
+    error, hint = done.stderr.splitlines()
+    assert error.startswith(f"error: transformers 5.10.0 cannot be imported with torch 2.6.0: {message}")
+    assert re.match("hint: pip install -U .*torch.* .*transformers", hint)
+    assert (done.returncode, done.stdout) == (2, "")

@@ -7,7 +7,7 @@ import pytest
 from leank_convert.data import SampleSource, source
 from leank_convert.data.sample import encode_prompts, join_questions
 from leank_convert.errors import LeanKError
-from leank_convert.recipe import DataSection
+from tests.checks import section
 
 TASKS = ["retrieval", "multi_value", "passkey"]
 ASKED = {
@@ -44,7 +44,7 @@ def messages(monkeypatch):
 @every_task
 @pytest.mark.parametrize("num_questions", [1, 5])
 def test_prefix_and_question_are_the_tokens_of_a_prompt_and_answer_of_their_own(
-    tokenizer, section, messages, task, num_questions
+    tokenizer, messages, task, num_questions
 ):
     data = section(tasks=[task], questions_per_context=num_questions)
     for index in range(2):
@@ -71,7 +71,7 @@ def test_prefix_and_question_are_the_tokens_of_a_prompt_and_answer_of_their_own(
 
 
 @every_task
-def test_prefix_is_all_that_the_prompts_share(tokenizer, section, task):
+def test_prefix_is_all_that_the_prompts_share(tokenizer, task):
     sample = SampleSource(tokenizer, section(tasks=[task], questions_per_context=4), seed=0).draw(0)
     ends = [sample.prompt_ids(place)[len(sample.prefix_ids) :].tolist() for place in range(4)]
     assert len({tuple(end[:1]) for end in ends}) > 1
@@ -79,7 +79,7 @@ def test_prefix_is_all_that_the_prompts_share(tokenizer, section, task):
 
 
 @every_task
-def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(tokenizer, section, task):
+def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(tokenizer, task):
     line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
     longest_line = len(tokenizer(line)["input_ids"])
     for length, num_questions in [(2500, 6), (3001, 1), (9999, 2)]:
@@ -96,7 +96,7 @@ def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(to
         assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in places)
 
 
-def test_passkeys_are_long_and_anywhere(plain_tokenizer, section):
+def test_passkeys_are_long_and_anywhere(plain_tokenizer):
     data = section(tasks=["passkey"], min_length=6000, max_length=6000)
     places, numbers = [], set()
     for index in range(12):
@@ -113,40 +113,54 @@ def test_passkeys_are_long_and_anywhere(plain_tokenizer, section):
     assert len(numbers) > 5
 
 
-@pytest.mark.parametrize("task", ["retrieval", "passkey"])
-def test_a_length_without_room_for_all_questions_is_refused_with_one_that_has(plain_tokenizer, section, task):
-    data = section(tasks=[task], min_length=300, max_length=300, questions_per_context=7)
-    with pytest.raises(LeanKError, match=f"no room for `{task}`: .* with facts for 7 questions") as caught:
-        SampleSource(plain_tokenizer, data, seed=0).check()
-    enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
-    SampleSource(
-        plain_tokenizer,
-        section(tasks=[task], min_length=enough, max_length=enough, questions_per_context=7),
-        seed=0,
-    ).check()
+@pytest.mark.parametrize(
+    ("values", "message", "hint"),
+    [
+        ({"tasks": ["multi_value"], "questions_per_context": 398}, "400 names, too few for 398 q", "to 397"),
+        (
+            {
+                "tasks": ["variable_tracking"],
+                "wording": "testbed",
+                "min_length": 200,
+                "questions_per_context": 8,
+            },
+            "200 tokens can be asked 8 questions",
+            "`data.questions_per_context`",
+        ),
+        *(
+            (
+                {"tasks": [task], "min_length": 300, "max_length": 300, "questions_per_context": 7},
+                f"no room for `{task}`: .* with facts for 7 questions",
+                "`data.min_length` to ",
+            )
+            for task in ("retrieval", "passkey")
+        ),
+    ],
+)
+def test_more_questions_than_there_is_room_for_are_refused_with_how_to_ask_them(
+    plain_tokenizer, testbed_tokenizer, values, message, hint
+):
+    tokenizer = testbed_tokenizer if "wording" in values else plain_tokenizer
+    with pytest.raises(LeanKError, match=message) as caught:
+        SampleSource(tokenizer, section(**values), seed=0).check()
+    assert hint in caught.value.hint
+    if hint.endswith("` to "):
+        enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
+        values |= {"min_length": enough, "max_length": enough}
+        SampleSource(tokenizer, section(**values), seed=0).check()
 
 
-def test_more_questions_than_there_are_names_are_refused(plain_tokenizer, section):
-    data = section(tasks=["multi_value"], questions_per_context=398)
-    with pytest.raises(LeanKError, match="400 names, too few for 398 questions a context") as caught:
-        SampleSource(plain_tokenizer, data, seed=0).check()
-    assert "`data.questions_per_context` to 397" in caught.value.hint
-
-
-def test_prompts_that_share_no_token_are_refused():
-    with pytest.raises(LeanKError, match="differ from their first token on"):
-        join_questions("retrieval", [[1, 2], [3, 2]], [[4], [5]])
-
-
-def test_a_prompt_that_begins_another_is_the_prefix():
+def test_a_prompt_that_begins_another_is_the_prefix_and_those_that_share_no_token_are_refused():
     sample = join_questions("retrieval", [[1, 2, 3], [1, 2]], [[4], [5]])
     assert sample.prefix_ids.tolist() == [1, 2]
     assert [question.answer_start for question in sample.questions] == [1, 0]
     assert sample.prompt_ids(0).tolist() == [1, 2, 3]
     assert sample.answer_ids(1).tolist() == [5]
+    with pytest.raises(LeanKError, match="differ from their first token on"):
+        join_questions("retrieval", [[1, 2], [3, 2]], [[4], [5]])
 
 
-def test_the_days_date_is_not_in_the_prompt(plain_tokenizer, section):
+def test_the_days_date_is_not_in_the_prompt(plain_tokenizer):
     """A run that is resumed tomorrow has the same samples."""
     plain_tokenizer.chat_template = (
         "\n{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
@@ -157,20 +171,7 @@ def test_the_days_date_is_not_in_the_prompt(plain_tokenizer, section):
     assert prompt.startswith("\n26 Jul 2024, 12:002024-07-26Here is")
 
 
-def test_a_model_that_thinks_first_is_told_not_to(plain_tokenizer, section):
+def test_a_model_that_thinks_first_is_told_not_to(plain_tokenizer):
     plain_tokenizer.chat_template += "{% if enable_thinking is false %}(no thoughts){% endif %}"
     sample = SampleSource(plain_tokenizer, section(), seed=0).draw(0)
     assert plain_tokenizer.decode(sample.prompt_ids()).endswith("(no thoughts)")
-
-
-def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_check(testbed_tokenizer):
-    data = DataSection(
-        tasks=["variable_tracking"],
-        wording="testbed",
-        min_length=200,
-        max_length=900,
-        questions_per_context=8,
-    )
-    with pytest.raises(LeanKError, match="200 tokens can be asked 8 questions") as caught:
-        SampleSource(testbed_tokenizer, data, seed=0).check()
-    assert "`data.questions_per_context`" in caught.value.hint

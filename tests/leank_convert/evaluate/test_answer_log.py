@@ -1,16 +1,19 @@
-"""Answers that lie on the disk: a killed evaluation goes on, another one's are refused."""
+"""Answers on the disk: a killed evaluation goes on, other ones are refused; and too little memory for any."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
 from leank_convert.evaluate.answer_log import AnswerLog
-from leank_convert.evaluate.answering import Answer
+from leank_convert.evaluate.answering import Answer, answer_against
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.request import ANSWERS_NAME
+from leank_convert.onnx.leank_onnx_cache import LeanKOnnxMemoryError
+from tests.checks import refusal
 
 SETTINGS = {"checkpoint": "abc", "against": None}
 
@@ -67,7 +70,7 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, changes):
     record = {key: value for key, value in {**json.loads(second), **changes}.items() if value is not ...}
     for line in (json.dumps(record), "[" * 100_000):
         path.write_text(f"{first}\n{line}\n")
-        with pytest.raises(LeanKError, match=r"answers.jsonl`, line 2: not an answer with task, length"):
+        with refusal(r"answers.jsonl`, line 2: not an answer with task, length"):
             AnswerLog(tmp_path, SETTINGS)
 
 
@@ -77,9 +80,10 @@ def test_a_full_disk_is_named_with_a_remedy_and_answers_so_far_are_kept(tmp_path
     path = tmp_path / ANSWERS_NAME
     kept = path.rename(tmp_path / "kept")
     path.symlink_to("/dev/full")
-    with pytest.raises(LeanKError, match=rf"^`{path}` cannot be written: No space left") as caught:
+    with refusal(
+        rf"^`{path}` cannot be written: No space left", "make room", "run the command again", exit_code=1
+    ):
         log.add([answer(1)])
-    assert "make room" in caught.value.hint and "run the command again" in caught.value.hint
     kept.rename(path)
     again = AnswerLog(tmp_path, SETTINGS)
     assert [p.index for p in again.missing([prompt(0), prompt(1)], ["dense"])] == [1]
@@ -87,7 +91,7 @@ def test_a_full_disk_is_named_with_a_remedy_and_answers_so_far_are_kept(tmp_path
 
 def test_answers_of_other_settings_are_refused_and_kept(tmp_path):
     AnswerLog(tmp_path, SETTINGS).add([answer(0)])
-    with pytest.raises(LeanKError, match=r'another evaluation: `against` was null, is "x"'):
+    with refusal(r'another evaluation: `against` was null, is "x"'):
         AnswerLog(tmp_path, {**SETTINGS, "against": "x"})
     assert AnswerLog(tmp_path, SETTINGS).missing([prompt(0)], ["dense"]) == []
 
@@ -101,3 +105,24 @@ def test_a_prompt_that_was_drawn_anew_is_asked_again(tmp_path):
         dataclasses.replace(prompt(0), max_new_tokens=5),
     ]
     assert log.missing([prompt(0), *changed], ["dense"]) == changed
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "told", "hint"),
+    [
+        (4, "3 prompts of up to 30", "lower `--batch-size`"),
+        (1, "1 prompts of up to 10", "take shorter prompts"),
+    ],
+)
+def test_a_graph_that_runs_out_of_memory_is_told_with_what_to_lower(
+    batch_size, told, hint, tmp_path, monkeypatch
+):
+    def generate(rows, **options):
+        raise LeanKOnnxMemoryError("too little")
+
+    graph = SimpleNamespace(generate=generate, description=SimpleNamespace(eos_token_ids={2}))
+    monkeypatch.setattr("leank_convert.onnx.leank_onnx.LeanKOnnx", lambda folder, threads: graph)
+    (tmp_path / ONNX_DESCRIPTION_NAME).touch()
+    prompts = [Prompt("task", 64, i, torch.arange(n), ("7",), "exact", 8) for i, n in enumerate((20, 10, 30))]
+    with refusal(f"memory does not suffice for {told} tokens: too little", hint, exit_code=1):
+        list(answer_against(tmp_path, None, prompts, torch.device("cpu"), batch_size))

@@ -1,10 +1,15 @@
-"""A checkpoint and its dense twin."""
+"""A checkpoint and its dense twin, and what a rounded cache costs: worked out apart."""
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from leank_convert.errors import LeanKError
+from leank_convert.data import SampleSource
 from leank_convert.evaluate.loading import load_evaluated, load_model
+from leank_convert.evaluate.rounding import NUM_PROMPTS, answer_rounded
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from tests.checks import edit_json, refusal
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):
@@ -23,17 +28,56 @@ def test_the_dense_twin_holds_the_very_parameters(evaluated):
     ],
     ids=["weights of another shape", "a missing file", "nonsense beside the weights"],
 )
-def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model, edit_json):
+def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model):
     source = source_model()
     edit_json(source / file, **keys)
-    with pytest.raises(LeanKError, match=f"`{source}` cannot be loaded: "):
+    with refusal(f"`{source}` cannot be loaded: "):
         load_model(source, torch.device("cpu"), trust_remote_code=True)
 
 
 @pytest.mark.parametrize("keys", [{"text_config": {}}, {"text_config": "x"}], ids=str)
-def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of, edit_json):
+def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of):
     out = copy_of(shipped_checkpoint)
     edit_json(out / "config.json", **keys)
-    with pytest.raises(LeanKError, match=f"`{out}` is refused by transformers: ") as caught:
+    with refusal(f"`{out}` is refused by transformers: ", f"`leank-convert verify {out}`"):
         load_evaluated(out, torch.device("cpu"))
-    assert f"`leank-convert verify {out}`" in caught.value.hint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(retriever_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("rounding") / "out"
+    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.3
+    return export_checkpoint(
+        retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2, kv_dtype="int4"
+    )
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
+def test_it_is_the_mean_divergence_of_answers_fed_token_by_token(
+    checkpoint, kv_dtype, short_recipe, testbed_tokenizer
+):
+    recipe = short_recipe()
+    found = answer_rounded(checkpoint, recipe, kv_dtype, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True).eval()
+    samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)
+    divergences, agreements = [], []
+    for place in range(NUM_PROMPTS):
+        sample = samples.draw(place)
+        read = []
+        for dtype in ("auto", kv_dtype):
+            cache = model.build_cache("deferred", kv_dtype=dtype)
+            with torch.no_grad():
+                model(sample.prompt_ids()[None], cache=cache)
+                logits = [model(token[None, None], cache=cache).logits for token in sample.answer_ids()]
+            read.append(torch.cat(logits)[:, 0].double())
+        exact, rounded = read
+        assert len(exact) == len(sample.answer_ids()) > 0
+        p, q = exact.softmax(-1), rounded.softmax(-1)
+        divergences += (p * (p / q).log()).sum(-1).tolist()
+        agreements += (exact.argmax(-1) == rounded.argmax(-1)).tolist()
+    assert found.num_prompts == NUM_PROMPTS and found.num_tokens == len(divergences)
+    assert found.divergence == pytest.approx(sum(divergences) / len(divergences), rel=1e-6)
+    assert found.divergence > 1e-4
+    assert found.agreement == pytest.approx(sum(agreements) / len(agreements))
+    assert f"differs from one in the model's dtype by {found.divergence:.4f} nats" in found.render()

@@ -67,14 +67,10 @@ def test_a_fork_decodes_every_row_as_it_would_alone(model):
         torch.testing.assert_close(logits[index], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def stock_model(source_model, sliding_window):
-    folder = source_model("mistral", vocab_size=320, sliding_window=sliding_window)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 @pytest.mark.parametrize("sliding_window", [None, 12])
 def test_a_stock_models_row_is_what_it_is_alone(sliding_window, source_model):
-    stock, rows = stock_model(source_model, sliding_window), prompts(30, 17, 1)
+    folder, rows = source_model("mistral", vocab_size=320, sliding_window=sliding_window), prompts(30, 17, 1)
+    stock = AutoModelForCausalLM.from_pretrained(folder).eval()
     together = stock_logits(stock, *pad_left(rows, CPU))
     for index, row in enumerate(rows):
         alone = stock_logits(stock, *pad_left([row], CPU))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.text import (
     compare_text,
     draw_text_comparison,
@@ -17,6 +16,7 @@ from leank_convert.evaluate.text import (
 from leank_convert.evaluate.variants import Masked, ThinK
 from leank_convert.testbed.tasks import NUMBERS
 from leank_convert.windows import Windows
+from tests.checks import refusal
 
 SHAPE = 2, 2, 16
 NUM_TOKENS, PREFIX = 60, 24
@@ -104,21 +104,24 @@ def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated
     assert max(found.divergence[:5]) < FLOAT32 < 100 * FLOAT32 < found.divergence[5]
 
 
-def test_a_text_within_the_windows_proves_nothing_and_is_refused(evaluated):
-    with pytest.raises(LeanKError, match="`pruned` would prune nothing of 11 tokens of the text"):
-        compare(evaluated, Masked("pruned"), prefix_tokens=4, num_tokens=6)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"prefix_tokens": 4, "num_tokens": 6}, "`pruned` would prune nothing of 11 tokens of the text"),
+        *(
+            ({"prefix_tokens": count}, f"has {NUM_TOKENS} tokens and `prefix_tokens` is {count}:")
+            for count in (0, NUM_TOKENS - 1)
+        ),
+    ],
+)
+def test_a_text_that_leaves_nothing_to_feed_or_to_prune_is_refused(evaluated, options, told):
+    with refusal(told):
+        compare(evaluated, Masked("pruned"), **options)
     wide = Masked("wide", windows=Windows(sink_size=0, recent_size=100, flush_size=1))
-    with pytest.raises(LeanKError, match="`wide` would prune nothing"):
+    with refusal("`wide` would prune nothing"):
         compare(evaluated, Masked("pruned"), wide)
-
-
-@pytest.mark.parametrize("prefix_tokens", [0, NUM_TOKENS - 1])
-def test_a_prefix_that_leaves_nothing_to_feed_is_refused(evaluated, prefix_tokens):
-    with pytest.raises(LeanKError, match=f"has {NUM_TOKENS} tokens and `prefix_tokens` is {prefix_tokens}:"):
-        compare(evaluated, Masked("pruned"), prefix_tokens=prefix_tokens)
-    with pytest.raises(LeanKError, match="the text has 0 tokens") as caught:
+    with refusal("the text has 0 tokens", "give a longer text"):
         compare_text(evaluated, "", [Masked("pruned")], prefix_tokens=1)
-    assert caught.value.hint == "give a longer text"
 
 
 def test_texts_of_one_length_are_fed_together_as_each_by_itself(evaluated):

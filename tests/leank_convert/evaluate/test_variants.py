@@ -1,14 +1,16 @@
-"""ThinK: each row's channels are those of its formula, restated token by token."""
+"""Variants by their names, and ThinK: each row's channels are those of its formula, token by token."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bin.baselines import VARIANTS
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate import names as variant_names
 from leank_convert.evaluate.names import BASELINES
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
-from leank_convert.evaluate.variants import ThinK, find_variants, kept_channels
+from leank_convert.evaluate.variants import OTHERS, ThinK, find_variants, kept_channels
 from leank_convert.windows import Windows
 
 KV_HEADS, HEAD_DIM, GROUPS = 2, 16, 2
@@ -18,13 +20,9 @@ QUERIES = 8
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prefill(evaluated):
     generator = torch.Generator().manual_seed(4)
-    return [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated, prompts):
+    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
     # More queries than these variants look at, as when another one in the same batch wants them.
     return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), query_window=QUERIES + 3)
 
@@ -115,3 +113,10 @@ def test_beside_layers_that_are_not_pruned_bits_are_the_runtimes_caches():
     ]  # fmt: skip
     with pytest.raises(LeanKError, match="`leank\\+kivi` is not known of a model with layers"):
         find_variants(["leank+kivi"], mixed)
+
+
+def test_a_checkout_has_all_baselines_that_are_named_and_loads_those_asked_for(tmp_path, monkeypatch):
+    assert set(variant_names.load_baselines(["kivi"])) == set(VARIANTS) == set(BASELINES)
+    assert {*OTHERS, *VARIANTS} == set(variant_names.ALSO)
+    monkeypatch.setattr(variant_names, "_CHECKOUT", tmp_path)
+    assert variant_names.load_baselines(["window", "int4"]) == {}

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
+from tests.checks import fitting_mask
 
 # Tokenizer classes split it in different ways: digits, an accent of its own, spaces, a contraction.
 TEXT = "In 2024 it's  12345 cafe\u0301s,\n\n  and 007!"
@@ -38,7 +39,7 @@ def write_tokenizer(folder, **settings):
         ("qwen2", None),
     ],
 )
-def test_the_tokens_are_the_sources(family, named, source_model, fitting_mask, tmp_path):
+def test_the_tokens_are_the_sources(family, named, source_model, tmp_path):
     source = source_model(family)
     write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
@@ -77,12 +78,8 @@ def test_files_are_copied_byte_for_byte_where_the_class_is_the_same(
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(source_model, tmp_path, caplog):
-    source = source_model("qwen2")
-    (source / "tokenizer.json").write_text("{}")
-    (source / "tokenizer_config.json").write_text('{"added": 1}')
-    (tmp_path / "out").mkdir()
-    copy_companions(source, tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"added": 1}'
+    source = source_model("qwen2")  # whose files say nothing
+    assert copied(source, tmp_path / "out") == {"added": 1}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
 

@@ -1,7 +1,6 @@
 """The whole way from a model and a mask to a folder."""
 
 import hashlib
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, load_mask
-from tests.checks import facts_of, provenance_of
+from tests.checks import edit_json, facts_of, fitting_mask, provenance_of, ragged_mask, snapshot
 
 
 def read_tensors(folder):
@@ -32,9 +31,7 @@ def shard_files(folder):
     ("family", "dtype", "shards"),
     [("llama", "float32", True), ("qwen3", "float32", True), ("qwen2", "bfloat16", False)],
 )
-def test_heads_move_as_one_and_everything_else_stays(
-    family, dtype, shards, source_model, fitting_mask, tmp_path
-):
+def test_heads_move_as_one_and_everything_else_stays(family, dtype, shards, source_model, tmp_path):
     source = source_model(family, dtype=dtype, shards=shards)
     facts, mask = facts_of(source), fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
@@ -74,7 +71,7 @@ def test_heads_move_as_one_and_everything_else_stays(
         assert after[name].dtype == before[name].dtype and after[name].equal(before[name]), name
 
 
-def test_config_is_the_sources_with_the_leank_block(source_model, fitting_mask, tmp_path):
+def test_config_is_the_sources_with_the_leank_block(source_model, tmp_path):
     family = "qwen3"
     source = source_model(family)
     mask = fitting_mask(source)
@@ -120,7 +117,7 @@ def test_a_checkpoint_carries_the_parts_that_its_config_needs(family, block, par
     assert {f"{name}.py" for name in named} == names
 
 
-def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, fitting_mask, tmp_path):
+def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, tmp_path):
     source = source_model()
     mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
@@ -146,10 +143,9 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, 
     assert known is not None and known.method == "imported" and known.model == "llama-model"
 
 
-def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_model, ragged_mask, tmp_path):
+def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_model, tmp_path):
     source = source_model()
-    config = read_json(source / "config.json")
-    (source / "config.json").write_text(json.dumps({**config, "_name_or_path": str(source)}))
+    edit_json(source / "config.json", _name_or_path=str(source))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
     paths = f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n"
     known = provenance_of(source, "owner/model", pruning_ratio_asked=0.5, width_multiple=4, recipe=paths)
@@ -165,7 +161,7 @@ def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_mo
     assert load_mask(out / "channel_mask.safetensors").provenance == replace(known, recipe=recipe)
 
 
-def test_companions_travel_and_nothing_else(source_model, fitting_mask, tmp_path, caplog):
+def test_companions_travel_and_nothing_else(source_model, tmp_path, caplog):
     source = source_model()
     copied = {
         "tokenizer.model": b"\0\1",
@@ -200,7 +196,7 @@ def test_companions_travel_and_nothing_else(source_model, fitting_mask, tmp_path
     ]
 
 
-def test_equal_inputs_give_equal_folders(source_model, fitting_mask, tmp_path, snapshot):
+def test_equal_inputs_give_equal_folders(source_model, tmp_path):
     source = source_model()
     mask = fitting_mask(source)
     first, second = (snapshot(export_checkpoint(source, mask, tmp_path / name)) for name in ("a", "b"))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.verify import verify_checkpoint
+from tests.checks import fitting_mask, refusal
 
 
 def digest_of(content):
@@ -68,23 +68,21 @@ def test_what_the_user_put_there_stays_and_the_old_export_goes(old):
     ["adapter_config.json", "custom_generate/generate.py", "lora.safetensors", "tokenizer.model"],
 )
 def test_what_a_loader_would_take_up_is_refused_by_name(old, name):
-    out = old
-    (out / name).parent.mkdir(exist_ok=True)
-    (out / name).write_text("mine")
-    with pytest.raises(LeanKError, match=rf"`.*/{name}` would count as part of a checkpoint") as caught:
-        check_replaceable(out, overwrite=True)
-    assert caught.value.hint == "move it elsewhere"
+    (old / name).parent.mkdir(exist_ok=True)
+    (old / name).write_text("mine")
+    with refusal(rf"`.*/{name}` would count as part of a checkpoint", "move it elsewhere"):
+        check_replaceable(old, overwrite=True)
 
 
 def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path):
-    (tmp_path / "out" / "leank").mkdir(parents=True)
+    out = tmp_path / "out"
+    (out / "leank").mkdir(parents=True)
     for name in ("leank/recipe.yaml", "notes.txt", "README.md"):
-        (tmp_path / "out" / name).write_text("mine")
-    with pytest.raises(LeanKError, match=r"README.md` would count as part"):
-        check_replaceable(tmp_path / "out", overwrite=False)
-    (tmp_path / "out" / "README.md").unlink()
-    kept = {"leank", "leank/recipe.yaml", "notes.txt"}
-    assert replace(tmp_path / "out") == {"config.json", "model.safetensors", *kept}
+        (out / name).write_text("mine")
+    with refusal(r"README.md` would count as part"):
+        check_replaceable(out, overwrite=False)
+    (out / "README.md").unlink()
+    assert replace(out) == {"config.json", "model.safetensors", "leank", "leank/recipe.yaml", "notes.txt"}
 
 
 def test_what_a_list_of_files_names_elsewhere_is_left_alone(old, tmp_path):
@@ -113,7 +111,7 @@ def test_nothing_is_written_where_a_link_or_a_file_of_the_users_stands_for_a_fol
     else:
         (out / "chat_templates").write_text("mine")
     with (
-        pytest.raises(LeanKError, match="chat_templates` would count as part"),
+        refusal("chat_templates` would count as part"),
         staged_folder(out, overwrite=True) as partial,
     ):
         (partial / "chat_templates").mkdir()
@@ -129,22 +127,20 @@ def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
     digests["files"].setdefault(name, "0" * 64)
     (old / DIGESTS_NAME).write_text(json.dumps(digests))
     (old / name).write_text("mine")
-    with pytest.raises(LeanKError, match=f"{name}` is not what the export wrote"):
+    with refusal(f"{name}` is not what the export wrote"):
         replace(old)
     assert (old / name).read_text() == "mine" and (old / "config.json").exists()
     (old / name).unlink()
     assert replace(old) == {"config.json", "model.safetensors"}
 
 
-def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(
-    source_model, fitting_mask, tmp_path
-):
+def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(source_model, tmp_path):
     out, source = tmp_path / "out", source_model()
     export_checkpoint(source, fitting_mask(source), out)
     (out / "notes.txt").write_text("mine")
     (out / "README.md").write_text("mine")
     single = source_model("qwen2", shards=False)
-    with pytest.raises(LeanKError, match=r"README.md` is not what the export wrote"):
+    with refusal(r"README.md` is not what the export wrote"):
         export_checkpoint(single, fitting_mask(single), out, overwrite=True)
     (out / "README.md").rename(out / "mine.md")
     export_checkpoint(single, fitting_mask(single), out, overwrite=True)

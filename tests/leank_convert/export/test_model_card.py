@@ -8,26 +8,15 @@ import yaml
 from huggingface_hub import ModelCard
 from markdown import markdown
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card, escaped
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
+from tests.checks import llama_facts
 
-FACTS = read_model_facts(
-    {
-        "model_type": "qwen2",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 32,
-    },
-    origin="config.json",
-)
-
-
+FACTS = llama_facts(2, 2, 8, model_type="qwen2")
 HELD_OUT = HeldOut(
     tasks=("retrieval",),
     min_length=200,
@@ -102,14 +91,11 @@ def test_the_card_tells_what_is_known_of_the_mask(known, told):
     assert all(part in text for part in told) and "learned" not in text
 
 
-def test_the_card_is_titled_after_the_model_that_a_folder_holds():
+def test_the_card_is_titled_after_its_model_and_shows_the_recipe_that_ran_and_how_to_cite_the_method():
     text = card("my-folder", about={"base_model": "owner/base", "licence": {"license": "mit"}})
     assert "# base, K cache pruned" in text and "my-folder" not in text.partition("| mask |")[0]
     assert ModelCard(text).data.base_model == "owner/base"
     assert "Licence of the original: mit." in text and "names no licence" in card()
-
-
-def test_the_card_shows_the_recipe_that_ran_and_how_to_cite_the_method():
     text = card(recipe="# Expect: much\nseed: 7\n# --set stage1.steps=5\n", pruning_ratio_asked=0.6)
     _, _, shown = text.partition("```yaml\n")
     ran = yaml.safe_load(shown.partition("```")[0])

@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from tests.runtime.conftest import build_pair
-from tests.tiny_families import random_mask
+from tests.tiny_families import random_mask, word_tokenizer
 
-VOCAB = 64
 WINDOW_SIZES = ("sink_size", "recent_size", "flush_size")
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(VOCAB - 4))]
 # Widths per layer and head, window sizes. Between them: heads of width 0 and D, odd widths, a layer that
 # keeps nothing, a model that does, no sink, no recent tokens, flushes of one and longer than recent. Tracing
 # takes seconds for a layer and for every width in it: two cases have a second layer, the others do without.
@@ -68,9 +65,7 @@ def write(folder, dense, leank, masks, windows):
     key_mean = None if leank.key_means is None else torch.cat(leank.key_means)
     values = leank.config.leank.get("value_widths")
     export_graph(PrunedModel(dense, masks, *windows, key_mean=key_mean, value_widths=values), folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    word_tokenizer().save(str(folder / "tokenizer.json"))
     for file in Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"):
         shutil.copy(file, folder)
 
@@ -160,8 +155,3 @@ class Reference:
         ours, torchs = np.sqrt(self.squares)
         assert torchs > 0
         assert ours <= 2 * torchs
-
-
-@pytest.fixture
-def reference():
-    return Reference

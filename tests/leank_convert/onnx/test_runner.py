@@ -1,7 +1,5 @@
 """The shipped runner reads, decodes and flushes as the PyTorch runtime does, whatever the rows and turns."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 
 from leank_convert.head_layout import list_value_widths
 from runtime.configuration_leank import read_settings
+from tests.leank_convert.onnx.conftest import Reference
 
 # Lengths of the prompts, and how many tokens of them are read at a time.
 PROMPTS = {
@@ -37,10 +36,10 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize(("family", "prompts", "dtype"), RUNS)
 def test_logits_are_as_close_to_exact_ones_as_the_runtimes_over_chunks_flushes_and_turns(
-    family, prompts, dtype, exported, reference
+    family, prompts, dtype, exported
 ):
     model = exported(family, dtype)
-    session, held = model.load().start(), reference(model.leank, getattr(torch, dtype))
+    session, held = model.load().start(), Reference(model.leank, getattr(torch, dtype))
     lengths, chunk = PROMPTS[prompts]
     turns = [[tokens(length, seed) for seed, length in enumerate(lengths)]]
     turns += [[tokens(1, 100 * step + row) for row in range(len(lengths))] for step in range(22)]
@@ -56,9 +55,9 @@ def test_logits_are_as_close_to_exact_ones_as_the_runtimes_over_chunks_flushes_a
 
 
 @pytest.mark.parametrize("family", ["Llama", "Llama, V pruned"])
-def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(family, exported, reference):
+def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(family, exported):
     model = exported(family)
-    ours, held = model.load().start(), reference(model.leank)
+    ours, held = model.load().start(), Reference(model.leank)
     rows = [tokens(40), tokens(7, 1)]
     held.hold(ours.feed(rows, all_logits=True), rows)
     sizes = {ours.cache_bytes}
@@ -92,9 +91,9 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(family, 
     ],
     ids=str,
 )
-def test_a_window_larger_than_its_tokens_grows_with_them(family, sizes, chunk, exported, reference):
+def test_a_window_larger_than_its_tokens_grows_with_them(family, sizes, chunk, exported):
     model = exported(family, windows=sizes)
-    session, held = model.load().start(), reference(model.leank)
+    session, held = model.load().start(), Reference(model.leank)
     rows = [tokens(192), tokens(7, 1)]
     held.hold(session.feed(rows, prompt_chunk=chunk, all_logits=True), rows)
     turns = [[tokens(9, 2), []], *[[[3 + step], [5 + step]] for step in range(40)], [[4], tokens(100, 3)]]

@@ -1,12 +1,9 @@
 """The shipped runner on its own: what it imports, text and chat templates, and what it says to mistakes."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
+from tests.checks import run_python
 from tests.leank_convert.onnx.conftest import change_description
 
 HOST = sorted(Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"))
@@ -42,15 +40,10 @@ def test_the_runner_is_a_script_and_a_module_also_of_a_package(copied, tmp_path)
         shutil.copy(path, tmp_path / "vendored")
     for arguments, shown in (
         ([str(copied / "leank_onnx.py"), "--help"], "usage: leank_onnx.py"),
-        (
-            ["-c", "from vendored.leank_onnx import LeanKOnnx as L; print(L.__module__)"],
-            "vendored.leank_onnx",
-        ),
+        (["-c", "from vendored.leank_onnx import LeanKOnnx; print(LeanKOnnx.__module__)"], "vendored.leank_"),
         (["-c", "import sys; sys.path.append('copy'); import leank_onnx as m; print(m.__file__)"], "copy/"),
     ):
-        done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
-        )
+        done = run_python(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert shown in done.stdout
 
@@ -169,9 +162,7 @@ print(session.lengths)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures and limits memory as Linux does")
 def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_one_read(copied):
-    done = subprocess.run(
-        [sys.executable, "-c", NEEDS_MUCH], capture_output=True, text=True, cwd=copied, check=False
-    )
+    done = run_python("-c", NEEDS_MUCH, cwd=copied)
     assert (done.returncode, done.stderr) == (0, "")
     message, is_own, lengths = done.stdout.splitlines()
     assert message.startswith("too little memory for 4000 new tokens of 1 rows at a time: pass a smaller")

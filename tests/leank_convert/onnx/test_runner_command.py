@@ -1,7 +1,5 @@
 """The shipped runner's command: what it reads and prints, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -13,6 +11,7 @@ import pytest
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
+from tests.checks import run_python, snapshot
 from tests.leank_convert.onnx.conftest import change_description
 
 TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
@@ -28,17 +27,10 @@ def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = B
         f"sys.argv = {['leank_onnx.py', str(folder), *arguments]!r}\n"
         f"runpy.run_path({str(folder / 'leank_onnx.py')!r}, run_name='__main__')\n"
     )
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder.parent,
-        check=False,
-        **options,
-    )
+    return run_python("-W", "error", "-c", script, cwd=folder.parent, **options)
 
 
-def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(copied, snapshot):
+def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(copied):
     before = snapshot(copied)
     done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1"])
     assert (done.returncode, done.stderr) == (0, "")
@@ -127,9 +119,8 @@ def test_standard_input_without_a_prompt_or_an_end_is_told(given, copied, monkey
     monkeypatch.setattr(endless, "read", lambda size: "a" * size)
     monkeypatch.setattr(sys, "stdin", given and endless)
     assert leank_onnx.main([str(copied), "-"]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: standard input {'has more than' if given else 'is clos'}"
-    )
+    told = f"error: standard input {'has more than' if given else 'is clos'}"
+    assert capsys.readouterr().err.startswith(told)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
@@ -145,17 +136,9 @@ def test_standard_input_that_is_no_text_is_told_in_a_line(encoding, copied):
 def test_a_reader_that_has_enough_ends_the_command_without_a_traceback(copied):
     reading, writing = os.pipe()
     os.close(reading)
-    script = str(copied / "leank_onnx.py")
-    try:
-        done = subprocess.run(
-            [sys.executable, script, str(copied), "w1 w2", "--max-new-tokens", "8"],
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    finally:
-        os.close(writing)
+    command = [sys.executable, copied / "leank_onnx.py", copied, "w1 w2", "--max-new-tokens", "8"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 
@@ -15,6 +16,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.report.figures import STYLE
 from leank_convert.report.mask_report import write_report
 from leank_convert.train.log import TrainingLog, read_log
+from tests.checks import llama_facts
 from tests.leank_convert.report.records import make_records
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -59,24 +61,12 @@ def make_mask(shape=(4, 4, 64), *, known=True, factors=True, asked=0.7):
         kept.view(-1, shape[2])[head, values.view(-1, shape[2])[head].topk(width).indices] = True
     provenance = None
     if known:
-        provenance = MaskProvenance(
-            model="Llama <3>",
-            model_type="llama",
-            num_hidden_layers=shape[0],
-            num_attention_heads=2 * shape[1],
-            num_key_value_heads=shape[1],
-            head_dim=shape[2],
-            rope_parameters={"rope_type": "default"},
-            method="leank",
-            sink_size=16,
-            recent_size=64,
-            flush_size=8,
-            pruning_ratio_asked=asked,
-            width_multiple=shape[2] // 4,
-            recipe="seed: 3 # <b>&\n",
-            seed=3,
-            versions={"torch": "2.0"},
+        given = {"method": "leank", "sink_size": 16, "recent_size": 64, "flush_size": 8}
+        given |= {"pruning_ratio_asked": asked, "width_multiple": shape[2] // 4, "seed": 3}
+        known = MaskProvenance.for_model(
+            "Llama <3>", llama_facts(*shape[:2]), **given, recipe="seed: 3 # <b>&\n"
         )
+        provenance = replace(known, versions={"torch": "2.0"}, head_dim=shape[2])
     return ChannelMask(kept, values if factors else None, provenance)
 
 

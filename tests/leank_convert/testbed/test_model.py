@@ -1,7 +1,5 @@
 """The model that ships: its files, its tokenizer, and that it answers from the middle of its context."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

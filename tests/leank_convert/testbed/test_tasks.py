@@ -1,7 +1,5 @@
 """The shipped model's tasks, read back from the prompt's text by a parser of their own."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -118,14 +118,9 @@ def read_log():
     return read
 
 
-@pytest.fixture(scope="session")
-def without_times():
+def without_times(rows):
     """A log's rows without what differs from run to run."""
-
-    def strip(rows):
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-    return strip
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from leank_convert.train import derive as module
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.model import count_bytes, find_model
-from tests.checks import run
+from tests.checks import edit_json, run
 from tests.tiny_families import tiny_llama
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
@@ -43,8 +43,11 @@ def gpu(monkeypatch):
     return pretend
 
 
-def train(*arguments):
-    return run("train", *arguments, "--device", "cpu")
+def train(*arguments, exit_code=0):
+    """What the command tells."""
+    result = run("train", *arguments, "--device", "cpu")
+    assert result.exit_code == exit_code, result.output
+    return result.stderr
 
 
 def in_brief(recipe):
@@ -125,17 +128,15 @@ def test_processes_that_train_together_count_all_memory_as_it_is_the_same_for_ea
 
 def test_a_derived_recipe_is_shown_written_and_repeats_its_run(instructed, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
-    done = train(instructed, "-o", out, "--mask-only", "--pruning-ratio", 0.5, *SETTINGS)
-    assert done.exit_code == 0, done.output
+    told = train(instructed, "-o", out, "--mask-only", "--pruning-ratio", 0.5, *SETTINGS)
     written = (out / "leank" / "recipe.yaml").read_text()
-    assert written in done.stderr
+    assert written in told
     opening = written.partition("\n\n")[0]
     assert "no packaged recipe" in opening and "NOT EVALUATED" in opening
     assert "llama: 2 layers, 2 KV heads of 16 channels, 2048 positions" in opening
     recipe = load_recipe(out / "leank" / "recipe.yaml")
     assert (recipe.pruning_ratio, recipe.windows.recent_size, recipe.data.max_length) == (0.5, 64, 1100)
-    done = train(instructed, "-o", again, "--mask-only", "--recipe", out / "leank" / "recipe.yaml")
-    assert done.exit_code == 0, done.output
+    train(instructed, "-o", again, "--mask-only", "--recipe", out / "leank" / "recipe.yaml")
     masks = [load_mask(folder / "channel_mask.safetensors") for folder in (out, again)]
     assert torch.equal(masks[0].channel_mask, masks[1].channel_mask)
     assert torch.equal(masks[0].scaling_factors, masks[1].scaling_factors)
@@ -145,19 +146,17 @@ def test_a_derived_recipe_is_shown_written_and_repeats_its_run(instructed, tmp_p
 
 def test_a_run_goes_on_by_the_recipe_that_was_derived_when_it_began(instructed, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    assert train(instructed, "-o", out, "--mask-only", *SETTINGS).exit_code == 0
+    train(instructed, "-o", out, "--mask-only", *SETTINGS)
     written = (out / "leank" / "recipe.yaml").read_text()
     monkeypatch.setattr(module, "derive_recipe", lambda *_, **__: pytest.fail("derived anew"))
-    done = train(instructed, "-o", out, "--mask-only", "--resume", *SETTINGS)
-    assert done.exit_code == 0, done.output
+    train(instructed, "-o", out, "--mask-only", "--resume", *SETTINGS)
     assert (out / "leank" / "recipe.yaml").read_text() == written
-    done = train(instructed, "-o", out, "--resume", "--set", "stage1.steps=3")
-    assert done.exit_code == 2
-    assert "recipe: stage1.steps was `2`, is `3`" in done.stderr
+    told = train(instructed, "-o", out, "--resume", "--set", "stage1.steps=3", exit_code=2)
+    assert "recipe: stage1.steps was `2`, is `3`" in told
     assert train_mask(instructed, out, resume=True, progress=False).channel_mask.shape == (2, 2, 16)
 
 
-def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model, edit_json):
+def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model):
     folder = source_model()
     edit_json(folder / "config.json", _name_or_path="Qwen/Qwen3-4B")
     recipe = choose_recipe(None, folder, training=True)
@@ -165,15 +164,15 @@ def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(so
     assert recipe.derivation == ""
 
 
-def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, tmp_path, edit_json):
-    done = train(source_model(), "-o", tmp_path / "out")  # 512 positions
-    assert "has 512 positions (`max_position_embeddings`): too few" in done.stderr
-    assert "--recipe FILE" in done.stderr
+def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, copy_of, tmp_path):
     sliding = source_model("mistral", max_position_embeddings=8192, sliding_window=1024)
-    assert "attend within a sliding window only" in train(sliding, "-o", tmp_path / "out").stderr
-    (instructed / "chat_template.jinja").rename(tmp_path / "chat_template.jinja")
-    done = train(instructed, "-o", tmp_path / "out")
-    (tmp_path / "chat_template.jinja").rename(instructed / "chat_template.jinja")
-    assert done.exit_code == 2
-    assert "has no chat template" in done.stderr
+    mute = copy_of(instructed)
+    (mute / "chat_template.jinja").unlink()
+    for model, told in (
+        (source_model(), "has 512 positions (`max_position_embeddings`): too few"),
+        (sliding, "attend within a sliding window only"),
+        (mute, "has no chat template"),
+    ):
+        assert told in train(model, "-o", tmp_path / "out", exit_code=2)
+    assert "--recipe FILE" in train(source_model(), "-o", tmp_path / "out", exit_code=2)
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from leank_convert.recipe_file import load_recipe
 from leank_convert.train import forecast as module
 from leank_convert.train.forecast import Forecast, forecast
 from leank_convert.train.model import count_bytes, find_model
-from tests.checks import done, run
+from tests.checks import done, run, snapshot
 
 GB = 10**9
 
@@ -77,7 +77,7 @@ def test_what_fits_is_told_to_and_what_does_not_with_what_helps(forecast_llama):
     assert "not judged: `Some GPU` is no GPU" in forecast_llama(capacity=None).render()
 
 
-def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_path, monkeypatch, snapshot):
+def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = snapshot(retriever_folder)
     settings = ("data.max_length=400", "data.min_length=260", "data.questions_per_context=3")

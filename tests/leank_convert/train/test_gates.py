@@ -6,9 +6,7 @@ import logging
 import pytest
 import torch
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_masks
@@ -25,6 +23,8 @@ from leank_convert.train.run import Run
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.windows import Windows
+from tests.checks import llama_facts, refusal
+from tests.leank_convert.train.conftest import without_times
 
 HEADS = {"steps": 5, "learning_rate": 0.1, "l1_weight": 0.5}
 BOTH = {"method": "duo-attention+leank", "pruning_ratio": 0.75, "heads": HEADS}
@@ -144,7 +144,7 @@ def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_lear
 
 def test_a_share_that_leaves_no_head_is_refused_before_a_step(make, tmp_path):
     heads = {**HEADS, "pruning_ratio": 0.9}
-    with pytest.raises(LeanKError, match=r"`heads.pruning_ratio` 0.9 leaves none of 4 heads"):
+    with refusal(r"`heads.pruning_ratio` 0.9 leaves none of 4 heads"):
         make(**{**BOTH, "heads": heads, "pruning_ratio": 0.95})
     assert not (tmp_path / "out").exists()
 
@@ -153,7 +153,7 @@ def test_resume_refuses_a_pattern_that_was_changed(make, write_pattern, tmp_path
     pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
     make(**{**BOTH, "heads": {"pattern": pattern}})
     (tmp_path / "pattern" / "full_attention_heads.tsv").write_text("1.0\t0.2\n0.9\t0.1\n")
-    with pytest.raises(LeanKError, match=r"`heads.pattern` .* holds other gates than"):
+    with refusal(r"`heads.pattern` .* holds other gates than"):
         make(**{**BOTH, "heads": {"pattern": pattern}}, resume=True)
 
 
@@ -164,9 +164,7 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
     assert mask.widths == ((0, 16), (16, 0))
 
 
-def test_a_run_killed_within_the_gates_goes_on_to_the_same_bits(
-    make, tmp_path, read_log, without_times, fail_at
-):
+def test_a_run_killed_within_the_gates_goes_on_to_the_same_bits(make, tmp_path, read_log, fail_at):
     make("whole", **BOTH)
     with fail_at(Run, "advance", 4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         make("killed", **BOTH)
@@ -199,26 +197,20 @@ def load(folder):
 
     def run(layers=2, heads=3, **changes):
         recipe = Recipe(method="duo-attention", heads={"pattern": str(folder)}, **changes)
-        config = {"model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": heads}
-        config |= {"num_attention_heads": 12, "hidden_size": 96, "vocab_size": 10}
-        return load_pattern(recipe, read_model_facts(config, origin="tiny"))
+        return load_pattern(recipe, llama_facts(layers, heads))
 
     return run
 
 
-def test_gates_are_read_by_layer_and_head_and_clamped(load):
+def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_refused(load, folder):
     gates = load()
     assert gates.dtype == torch.float32
     assert gates[..., 0].tolist() == [[0.0, 0.55859375, 1.0], [1.0, 0.0, 0.734375]]
-
-
-def test_a_single_layer_or_head_keeps_its_shape_and_another_models_is_refused(load, folder):
-    with pytest.raises(LeanKError, match=r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
+    with refusal(r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
         load(3, 2)
-    (folder / "full_attention_heads.tsv").write_text("0.5\t1.0\n")
-    assert load(1, 2).shape == (1, 2, 1)
-    (folder / "full_attention_heads.tsv").write_text("0.5\n1.0\n")
-    assert load(2, 1).shape == (2, 1, 1)
+    for text, shape in (("0.5\t1.0\n", (1, 2)), ("0.5\n1.0\n", (2, 1))):  # a single layer or head
+        (folder / "full_attention_heads.tsv").write_text(text)
+        assert load(*shape).shape == (*shape, 1)
 
 
 @pytest.mark.parametrize(
@@ -237,20 +229,17 @@ def test_files_of_another_form_are_refused_by_name(load, folder, name, text, rea
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text)
-    with pytest.raises(LeanKError, match=rf"{name}` of `heads.pattern` cannot be read: .*{reason}") as caught:
+    with refusal(rf"{name}` of `heads.pattern` cannot be read: .*{reason}", "attn_patterns"):
         load()
-    assert "attn_patterns" in caught.value.hint
 
 
-@pytest.mark.parametrize(("recent_size", "warns"), [(256, False), (255, True)])
-def test_smaller_windows_than_a_pattern_was_learned_with_are_told(load, caplog, recent_size, warns):
+@pytest.mark.parametrize(("learned", "recent_size", "warns"), [(256, 256, 0), (256, 255, 1), (10**9, 99, 1)])
+def test_smaller_windows_than_a_pattern_was_learned_with_are_told(
+    load, folder, caplog, learned, recent_size, warns
+):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "recent_size": learned}))
     with caplog.at_level(logging.WARNING, logger="leank_convert"):
         load(windows={"sink_size": 128, "recent_size": recent_size})
-    assert ("`windows.recent_size` is 255" in caplog.text) == warns
-    assert bool(caplog.records) == warns
-
-
-def test_a_pattern_of_any_window_is_read(load, folder, caplog):
-    (folder / "config.json").write_text('{"sink_size": 4, "recent_size": 1000000000}')
-    load()
-    assert "with `recent_size` 1000000000" in caplog.text
+    assert len(caplog.records) == warns
+    assert not warns or f"`windows.recent_size` is {recent_size}" in caplog.text
+    assert not warns or f"with `recent_size` {learned}" in caplog.text

@@ -3,34 +3,14 @@
 import json
 import re
 import sys
-from types import ModuleType
+from unittest.mock import Mock, call
 
 import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.train.log import StepRecord, TrainingLog, read_log
-
-
-def record(step, stage=1, **changes):
-    values = {
-        "step": step,
-        "stage": stage,
-        "pruning_ratio_asked": None if stage == 1 else 0.7,
-        "task": "retrieval",
-        "num_tokens": 1000,
-        "num_answer_tokens": 10,
-        "learning_rate": 0.01,
-        "distillation": step / 100,
-        "mean_factor": 0.5,
-        "pruning_ratio": None if stage == 1 else 0.703125,
-        "empty_heads": None if stage == 1 else 3,
-        "heads_leaving": "",
-        "heads_entering": "" if stage == 1 else "0.1 3.2",
-        "seconds": 0.5,
-        "gpu_bytes": None,
-    }
-    return StepRecord(**{**values, **changes})
+from leank_convert.train.log import TrainingLog, read_log
+from tests.leank_convert.report.records import record
 
 
 @pytest.fixture
@@ -56,23 +36,10 @@ def write(folder):
 @pytest.fixture
 def wandb(monkeypatch):
     """A stand-in for the module, which notes what it is told. Its run ids count up from `run-1`."""
-    module = ModuleType("wandb")
-    module.runs = []
-
-    class Run:
-        def __init__(self, options):
-            self.options, self.rows, self.exit_code = options, [], None
-            self.id = options["id"] or f"run-{len(module.runs) + 1}"
-
-        def log(self, values, step):
-            assert self.exit_code is None, "a row after the run's end"
-            self.rows.append((step, values))
-
-        def finish(self, exit_code=0):
-            self.exit_code = exit_code
+    module = Mock(runs=[])
 
     def init(**options):
-        module.runs.append(Run(options))
+        module.runs.append(Mock(options=options, id=options["id"] or f"run-{len(module.runs) + 1}"))
         return module.runs[-1]
 
     module.init = init
@@ -146,11 +113,10 @@ def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb
     assert (run.options["project"], run.options["name"]) == ("leank", "my-run")
     assert run.options["config"]["width_multiple"] == 16
     assert run.options["config"]["stage1"]["steps"] == 2000
-    assert [step for step, _ in run.rows] == [1, 2]
-    assert run.rows[0][1]["stage1/distillation"] == 0.01
-    assert "stage1/pruning_ratio" not in run.rows[0][1]
-    assert run.rows[1][1]["stage2/pruning_ratio"] == 0.703125
-    assert run.exit_code == 0
+    one, two, end = run.mock_calls
+    assert (one.kwargs, two.kwargs, end) == ({"step": 1}, {"step": 2}, call.finish(exit_code=0))
+    assert one.args[0]["stage1/distillation"] == 0.01 and "stage1/pruning_ratio" not in one.args[0]
+    assert two.args[0]["stage2/pruning_ratio"] == 0.703125
 
 
 def test_a_wandb_run_that_failed_is_told_so_and_goes_on_when_it_is_resumed(folder, write, wandb, monkeypatch):
@@ -164,7 +130,7 @@ def test_a_wandb_run_that_failed_is_told_so_and_goes_on_when_it_is_resumed(folde
     assert read_log(folder / "log.jsonl") == [record(1)]
     write(record(2), start=1, trackers=("wandb",))
     first, second = wandb.runs
-    assert first.exit_code == 1 and first.options["id"] is None
+    assert first.mock_calls[-1] == call.finish(exit_code=1) and first.options["id"] is None
     assert (second.options["id"], second.options["resume"]) == (first.id, "allow")
     assert second.options["project"] == "mine"
 

@@ -2,19 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.train.loop import check_run
 from leank_convert.train.ranks import join_ranks
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.state import TrainingDirectory, load_state
+from tests.checks import refusal, run_python
 
 # What launchers are needed for: the rest forks its processes.
 RUN = """
@@ -52,14 +50,9 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
     out = tmp_path / "two"
     (tmp_path / "run.py").write_text(RUN)
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, tmp_path / "run.py", retriever_folder, out, tmp_path / "recipe.yaml"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = tmp_path / "run.py", retriever_folder, out, tmp_path / "recipe.yaml"
+    done = run_python(*launcher, *given, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     # Both have the mask, and the first writes all files.
     assert done.stdout.split("\n") == ["masks 1", "masks 1", ""]
@@ -109,16 +102,15 @@ def test_what_is_refused_is_told_once(name, message, ended):
     assert not out.exists()
 
 
-def test_what_cannot_be_shared_is_refused(short_recipe):
-    with pytest.raises(LeanKError, match="nothing that 2 processes could share"):
-        check_run(short_recipe(method="random"), 2)
-    with pytest.raises(LeanKError, match="`batch_size` 3 cannot be shared evenly by 2 processes"):
-        check_run(short_recipe(batch_size=3), 2)
-
-
-def test_one_device_for_several_processes_is_refused(monkeypatch):
+def test_what_cannot_be_shared_is_refused(short_recipe, monkeypatch):
+    for changes, message in (
+        ({"method": "random"}, "nothing that 2 processes could share"),
+        ({"batch_size": 3}, "`batch_size` 3 cannot be shared evenly by 2 processes"),
+    ):
+        with refusal(message):
+            check_run(short_recipe(**changes), 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LeanKError, match="`cuda:1` is one device, and 2 processes"), join_ranks("cuda:1"):
+    with refusal("`cuda:1` is one device, and 2 processes"), join_ranks("cuda:1"):
         pass
 
 

@@ -16,6 +16,8 @@ from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, run
 from leank_convert.train.state import TrainingDirectory, load_state
+from tests.checks import refusal
+from tests.leank_convert.train.conftest import without_times
 
 DEATHS = [
     ("step", 8),  # between the stages
@@ -62,9 +64,7 @@ def ended(recipe, run_forked):
 
 
 @pytest.mark.parametrize("death", [f"{event}-{at}" for event, at in DEATHS])
-def test_killed_and_resumed_run_ends_with_the_same_bits(
-    death, ended, resume, finished, read_log, without_times
-):
+def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, finished, read_log):
     code, printed, out = ended[death]
     assert code == -signal.SIGKILL, printed
     assert not TrainingDirectory(out).mask.exists()
@@ -89,15 +89,14 @@ def test_a_run_of_several_ratios_goes_on_within_stage_two_of_the_second(
 
 def test_existing_run_is_not_overwritten_without_resume(resume, uninterrupted):
     before = TrainingDirectory(uninterrupted).mask.read_bytes()
-    with pytest.raises(LeanKError, match="already holds a training run") as caught:
+    with refusal("already holds a training run", "--resume"):
         resume(uninterrupted, resume=False)
-    assert "--resume" in caught.value.hint
     assert TrainingDirectory(uninterrupted).mask.read_bytes() == before
 
 
 @pytest.mark.parametrize(("reason", "exit_code", "at"), [case[1:] for case in SIGNALS])
 def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
-    reason, exit_code, at, ended, resume, finished, read_log, without_times
+    reason, exit_code, at, ended, resume, finished, read_log
 ):
     code, printed, out = ended[reason]
     assert code == exit_code, printed
@@ -140,45 +139,28 @@ def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finish
     assert TrainingDirectory(tmp_path).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        ({"stage1": {"steps": 8, "learning_rate": 0.1}}, "recipe: stage1.steps was `7`, is `8`"),
-    ],
-)
-def test_resume_refuses_another_recipe_and_names_the_difference(
-    change, difference, recipe, resume, uninterrupted
+def test_resume_refuses_another_recipe_another_model_and_a_damaged_state(
+    recipe, resume, retriever_folder, uninterrupted, tmp_path
 ):
-    other = Recipe(**{**recipe.model_dump(), **change})
-    with pytest.raises(LeanKError) as caught:
+    other = Recipe(**{**recipe.model_dump(), "stage1": {"steps": 8, "learning_rate": 0.1}})
+    with pytest.raises(LeanKError, match=r"recipe: stage1\.steps was `7`, is `8`"):
         resume(uninterrupted, other)
-    assert difference in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "difference"),
-    [
+    bos = b"{{ bos_token }}"
+    for name, old, new, difference in (
         ("model.safetensors", None, None, "model: weights was"),
         ("config.json", b"1e-06", b"1e-05", r"config.json: rms_norm_eps was `1e-06`, is `1e-05`"),
-        (
-            "chat_template.jinja",
-            b"{{ bos_token }}",
-            b"{{ bos_token }}{{ bos_token }}",
-            "data: first sample and haystack was",
-        ),
-    ],
-)
-def test_resume_refuses_another_model(
-    name, old, new, difference, resume, retriever_folder, uninterrupted, tmp_path
-):
-    other = shutil.copytree(retriever_folder, tmp_path / "other")
-    content = (other / name).read_bytes()
-    changed = (
-        content[:-3] + bytes([content[-3] ^ 1]) + content[-2:] if old is None else content.replace(old, new)
-    )
-    (other / name).write_bytes(changed)
-    with pytest.raises(LeanKError, match=difference):
-        resume(uninterrupted, model=other)
+        ("chat_template.jinja", bos, bos + bos, "data: first sample and haystack was"),
+    ):
+        model = shutil.copytree(retriever_folder, tmp_path / name)
+        content = bytearray((model / name).read_bytes())
+        if old is None:
+            content[-3] ^= 1
+        (model / name).write_bytes(content if old is None else content.replace(old, new))
+        with pytest.raises(LeanKError, match=difference):
+            resume(uninterrupted, model=model)
+    TrainingDirectory(uninterrupted).state.write_bytes(b"nonsense")
+    with pytest.raises(LeanKError, match=r"training_state.pt` is damaged"):
+        resume(uninterrupted)
 
 
 def test_moved_model_and_another_save_interval_may_resume(
@@ -188,14 +170,6 @@ def test_moved_model_and_another_save_interval_may_resume(
     other = recipe.model_copy(update={"save_every": 2})
     mask = resume(uninterrupted, other, moved)[uninterrupted]
     assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)
-
-
-def test_damaged_state_is_refused(resume, tmp_path):
-    state = TrainingDirectory(tmp_path).state
-    state.parent.mkdir(parents=True)
-    state.write_bytes(b"nonsense")
-    with pytest.raises(LeanKError, match=r"training_state.pt` is damaged"):
-        resume(tmp_path)
 
 
 def test_two_runs_never_write_to_one_folder(resume, tmp_path, monkeypatch):

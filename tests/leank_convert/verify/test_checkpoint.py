@@ -7,23 +7,20 @@ tell. `source`: that, and the model it was made from is at hand.
 import json
 import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
 from leank_convert.leank_block import LEANK_KEYS
-from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, save_mask
+from leank_convert.mask import ChannelMask
 from leank_convert.verify import Check, verify_checkpoint
-from tests.checks import bless, failed
-from tests.tiny_families import OPTIONS, tiny_llama
+from tests.checks import bless, edit_tensors, failed, refusal
+from tests.tampering import append, remove, write
+from tests.tiny_families import tiny_llama
 
 LAYER = "model.layers.1.self_attn."
 RUNTIME = "rows_leank.py"
@@ -80,12 +77,10 @@ def test_another_source_is_found(exported, source_model):
 # Of whose folders transformers makes an empty tokenizer, of a class that it has for them.
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "qwen3_next"])
 def test_a_model_without_a_tokenizer_verifies(family, source_model, tmp_path):
-    options = {"head_dim": 4, "num_hidden_layers": 4, "pad_token_id": 0, **OPTIONS[family]}
-    source = source_model(family, **options)
+    source = source_model(family, num_hidden_layers=4, pad_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (source / name).unlink()
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
-    out = export_checkpoint(source, all_channels_mask(facts), tmp_path / "out")
+    out = export_checkpoint(source, None, tmp_path / "out", all_channels=True)
     assert failed(out, source) == {}
     for key, value in (("tokenizer_class", "Qwen2Tokenizer"), ("eos_token", "x")):
         (out / "tokenizer_config.json").write_text(json.dumps({key: value}))
@@ -104,7 +99,7 @@ def test_a_model_that_is_no_checkpoint_of_ours_is_an_error(source, exported, tmp
         ([tmp_path], "has no `config.json`"),
         ([exported, tmp_path / "missing"], "does not exist"),
     ):
-        with pytest.raises(LeanKError, match=re.escape(message)):
+        with refusal(re.escape(message)):
             verify_checkpoint(*arguments)
 
 
@@ -126,50 +121,31 @@ def leank(edit):
     return edit_json("config.json", lambda content: edit(content["leank"]))
 
 
+def lack(key):
+    return leank(lambda block: block.pop(key))
+
+
 def listed_files(edit):
     return edit_json(DIGESTS_NAME, lambda content: edit(content["files"]))
-
-
-def write(name, text):
-    def tamper(out):
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text(text)
-
-    return tamper
-
-
-def append(name):
-    return lambda out: (out / name).write_bytes((out / name).read_bytes() + b"\n")
-
-
-def remove(name):
-    return lambda out: (out / name).unlink()
 
 
 def shard_with(out, tensor):
     return out / read_json(out / INDEX_NAME)["weight_map"][tensor]
 
 
-def resave(file, edit):
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    edit(tensors, metadata)
-    save_file(tensors, file, metadata)
-
-
-def flip(name, out):
+def flip(name):
     """Flip the lowest bit of a tensor's last byte but three."""
 
-    def edit(tensors, _):
-        tensors[name].view(-1).view(torch.uint8)[-4] ^= 1
+    def edit(tensor):
+        tensor.view(-1).view(torch.uint8)[-4] ^= 1
+        return tensor
 
-    resave(shard_with(out, name), edit)
+    return lambda out: edit_tensors(shard_with(out, name), **{name: edit})
 
 
-def swap_heads(name, out):
+def swap_heads(name):
     """Put both KV heads' rows, or those of their query heads, where the source has them."""
-    resave(shard_with(out, name), lambda tensors, _: put(name, lambda t: t.roll(len(t) // 2, 0))(tensors))
+    return lambda out: edit_tensors(shard_with(out, name), **{name: lambda t: t.roll(len(t) // 2, 0)})
 
 
 def swap_tensors(out):
@@ -177,11 +153,11 @@ def swap_tensors(out):
     files = [shard_with(out, name) for name in names]
     first, second = (load_file(file)[name] for file, name in zip(files, names, strict=True))
     for file, name, tensor in zip(files, names, (second, first), strict=True):
-        resave(file, lambda tensors, _, name=name, tensor=tensor: tensors.update({name: tensor.clone()}))
+        edit_tensors(file, **{name: tensor.clone()})
 
 
-def metadata(edit):
-    return lambda out: resave(shard_with(out, f"{LAYER}q_proj.weight"), lambda _, held: edit(held))
+def metadata(key, value):
+    return lambda out: edit_tensors(shard_with(out, f"{LAYER}q_proj.weight"), {key: value})
 
 
 def truncate(out):
@@ -190,10 +166,7 @@ def truncate(out):
 
 
 def change_mask_file(out):
-    mask = load_mask(out / "channel_mask.safetensors")
-    save_mask(
-        ChannelMask(mask.channel_mask.roll(1, -1), None, mask.provenance), out / "channel_mask.safetensors"
-    )
+    edit_tensors(out / "channel_mask.safetensors", channel_mask=lambda mask: mask.roll(1, -1))
 
 
 def change_runtime(out):
@@ -266,6 +239,9 @@ SAME = (
     "model.layers.1.mlp.down_proj.weight",
     f"{LAYER}o_proj.bias",
 )
+IN_SOURCE = (f"{LAYER}q_proj.bias", f"{LAYER}k_proj.weight")
+TEXTS = ("tokenizer_config.json", "README.md")
+NEEDED = ("config.json", "tokenizer.json", RUNTIME, INDEX_NAME)
 EXTRA = (
     "modeling_evil.py",
     "tokenizer_evil.py",
@@ -277,6 +253,16 @@ EXTRA = (
     "additional_chat_templates/tool.jinja",
 )
 
+LOADED = [name for name in EXTRA if name.endswith(".py") or name == "added_tokens.json"]
+TOKENIZER = {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}
+LISTS = (*(("format_version", version) for version in (2, True, 1.0)), ("files", ["README.md"]), ("added", 1))
+
+
+def each(form, names, tamper, fits, said):
+    """A kind for every name."""
+    return {form.format(name): (tamper(name), fits, said.format(name)) for name in names}
+
+
 # By their names: what is done, how much of the rest fits it, and what a check says, as a pattern.
 KINDS = {
     **{
@@ -284,46 +270,25 @@ KINDS = {
         for row, (key, value, said) in enumerate(LEANK)
     },
     **{f"leank.{key}": (leank(put(key, value)), "listed", said) for key, (value, said) in ELSEWHERE.items()},
-    **{
-        f"no leank.{key}": (leank(lambda block, key=key: block.pop(key)), "listed", f"config: .*{key}`")
-        for key in LEANK_KEYS
-    },
-    **{
-        f"config.{key}": (edit_json("config.json", put(key, value)), "source", "")
-        for key, value in CONFIG.items()
-    },
-    **{
-        f"{name} changed": (append(name), "left", f"digest of {name}: ")
-        for name in ("config.json", "tokenizer_config.json", "README.md")
-    },
-    **{f"{name} changed, listed": (append(name), "source", name) for name in COMPANIONS},
-    **{f"{name} gone": (remove(name), "left", name) for name in ("tokenizer.json", "README.md")},
-    **{
-        f"{name} gone, listed": (remove(name), "source", name)
-        for name in (*COMPANIONS, "tokenizer_config.json")
-    },
+    **each("no leank.{}", LEANK_KEYS, lack, "listed", "config: .*{}`"),
+    **each("config.{}", CONFIG, lambda key: edit_json("config.json", put(key, CONFIG[key])), "source", ""),
+    **each("{} changed", ("config.json", *TEXTS), append, "left", "digest of {}: "),
+    **each("{} changed, listed", COMPANIONS, append, "source", "{}"),
+    **each("{} gone", ("tokenizer.json", "README.md"), remove, "left", "{}"),
+    **each("{} gone, listed", (*COMPANIONS, "tokenizer_config.json"), remove, "source", "{}"),
     **{
         f"tokenizer_config.{key}": (edit_json("tokenizer_config.json", put(key, value)), "source", f"`{key}`")
-        for key, value in {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}.items()
+        for key, value in TOKENIZER.items()
     },
-    **{
-        f"{name} flipped": (partial(flip, name), "left", "digest of model-")
-        for name in (PERMUTED[0], SAME[0])
-    },
-    **{
-        f"{name} flipped, listed": (partial(flip, name), "source", f"tensor `{name}` {claim} its source")
-        for names, claim in ((PERMUTED, "is not the permutation of"), (SAME, "differs from"))
-        for name in names
-    },
-    **{
-        f"{name} as in the source": (partial(swap_heads, name), "source", f"tensor `{name}` is not the perm")
-        for name in (f"{LAYER}q_proj.bias", f"{LAYER}k_proj.weight")
-    },
+    **each("{} flipped", (PERMUTED[0], SAME[0]), flip, "left", "digest of model-"),
+    **each("{} flipped, listed", PERMUTED, flip, "source", "tensor `{}` is not the permutation of its"),
+    **each("{} flipped, listed", SAME, flip, "source", "tensor `{}` differs from its source"),
+    **each("{} as in the source", IN_SOURCE, swap_heads, "source", "tensor `{}` is not the perm"),
     "tensors swapped, listed": (swap_tensors, "source", "k_proj.weight` is not the permutation"),
     "shard cut": (truncate, "listed", "headers and index: .*truncated or damaged"),
     "shard gone": (lambda out: shard_with(out, "model.norm.weight").unlink(), "listed", "is missing"),
-    "metadata.leank": (metadata(put("leank", "{}")), "listed", "is not the `leank` block"),
-    "metadata.format": (metadata(put("format", "np")), "listed", "lacks `format`"),
+    "metadata.leank": (metadata("leank", "{}"), "listed", "is not the `leank` block"),
+    "metadata.format": (metadata("format", "np"), "listed", "lacks `format`"),
     "index.total_size": (
         edit_json(INDEX_NAME, put("metadata", {"total_size": 5})),
         "listed",
@@ -341,29 +306,18 @@ KINDS = {
     "runtime file": (append(RUNTIME), "left", f"digest of {RUNTIME}: .*was changed: its SHA-256"),
     "runtime file, in both lists": (change_runtime, "source", "runtime files: "),
     "runtime file gone": (remove(RUNTIME), "left", f"digest of {RUNTIME}: .*is missing"),
-    **{f"{name} added": (write(name, "{}"), "left", "files without a digest: ") for name in EXTRA},
-    **{
-        f"{name} added, listed": (write(name, "{}"), "source", "")
-        for name in EXTRA
-        if name.endswith(".py") or name == "added_tokens.json"
-    },
+    **each("{} added", EXTRA, lambda name: write(name, "{}"), "left", "files without a digest: "),
+    **each("{} added, listed", LOADED, lambda name: write(name, "{}"), "source", ""),
     "digests gone": (remove(DIGESTS_NAME), "left", "list of digests: "),
     "digests no JSON": (write(DIGESTS_NAME, "{"), "left", "list of digests: "),
     **{
         f"digests.{key} {value}": (edit_json(DIGESTS_NAME, put(key, value)), "left", "list of digests: ")
-        for key, value in (
-            *(("format_version", version) for version in (2, True, 1.0)),
-            ("files", ["README.md"]),
-            ("added", 1),
-        )
+        for key, value in LISTS
     },
     "digest of nothing": (listed_files(put("other", "0")), "left", "digest of other: .*is missing"),
     "digest of a file outside": (list_a_file_outside, "left", "digest of ../secret: .*is missing"),
     "digest changed": (listed_files(put("README.md", "0" * 64)), "left", "digest of README.md: "),
-    **{
-        f"no digest of {name}": (listed_files(lambda files, name=name: files.pop(name)), "left", name)
-        for name in ("config.json", "tokenizer.json", RUNTIME, INDEX_NAME)
-    },
+    **each("no digest of {}", NEEDED, lambda name: listed_files(lambda files: files.pop(name)), "left", "{}"),
 }
 
 

@@ -10,7 +10,6 @@ import pytest
 from onnx.external_data_helper import ExternalDataInfo
 from safetensors.torch import load_file, save_file
 
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
 from leank_convert.inspection import inspect_artifact
@@ -18,8 +17,8 @@ from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.onnx import export_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.verify import verify_checkpoint
-from tests.checks import failed, prune_values
-from tests.tiny_families import OPTIONS
+from tests.checks import edit_json, failed, fitting_mask, prune_values, refusal
+from tests.tampering import remove, write
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 
@@ -72,16 +71,8 @@ def rewritten(edit):
     return spoil
 
 
-def put(name, content):
-    return lambda out: (out / name).write_bytes(content)
-
-
 def cut(name):
     return lambda out: (out / name).write_bytes((out / name).read_bytes()[:-9000])
-
-
-def remove(name):
-    return lambda out: (out / name).unlink()
 
 
 def write_no_numbers(out):
@@ -96,15 +87,9 @@ def write_no_numbers(out):
 # By their names: what is done, the check that fails, and a part of what it says.
 SPOILED = {
     "no description": (remove(DESCRIPTION), "description", f"out/{DESCRIPTION}"),
-    "a list as description": (put(DESCRIPTION, b"[]"), "description", f"out/{DESCRIPTION}"),
+    "a list as description": (write(DESCRIPTION, "[]"), "description", f"out/{DESCRIPTION}"),
     "another format": (describe("format_version", 2), "description", "is 2, this program reads 1"),
-    "another value": (
-        lambda out: (out / DESCRIPTION).write_text(
-            json.dumps({**read_json(out / DESCRIPTION), "sink_size": 2})
-        ),
-        "description",
-        "was changed: its `sha256` is not that of its other values",
-    ),
+    "another value": (lambda out: edit_json(out / DESCRIPTION, sink_size=2), "description", "was changed"),
     "no mask": (remove(MASK_FILE_NAME), "mask file", MASK_FILE_NAME),
     "weights cut": (cut(WEIGHTS), "onnxruntime", "cannot load"),
     "no weights": (remove(WEIGHTS), "onnxruntime", f"{WEIGHTS}` is missing"),
@@ -157,9 +142,9 @@ def test_an_export_in_float16_or_of_centred_keys_verifies_against_checkpoint_and
         assert failed(request.getfixturevalue(exporter), source) == {}
 
 
-def test_a_graph_of_pruned_v_verifies_and_is_described(source_model, fitting_mask, tmp_path):
+def test_a_graph_of_pruned_v_verifies_and_is_described(source_model, tmp_path):
     # Q, K and V in one tensor, partly rotated, to whose dtype the fold is rounded.
-    source = source_model("phi3", dtype="bfloat16", num_hidden_layers=1, pad_token_id=0, **OPTIONS["phi3"])
+    source = source_model("phi3", dtype="bfloat16", num_hidden_layers=1, pad_token_id=0)
     (source / "tokenizer.json").unlink()
     mask = prune_values(fitting_mask(source), source)
     checkpoint = export_checkpoint(source, mask, tmp_path / "checkpoint")
@@ -202,7 +187,7 @@ def test_a_source_of_other_sizes_or_none_is_found(retriever_onnx, source_model, 
     source = source_model("qwen2")
     details = failed(retriever_onnx, source)
     assert details == {"source: sizes": f"`model.model_type` is 'llama'; `{source}` has 'qwen2'"}
-    with pytest.raises(LeanKError, match="does not exist"):
+    with refusal("does not exist"):
         verify_checkpoint(retriever_onnx, tmp_path / "missing")
 
 

@@ -31,15 +31,10 @@ def question_file(tmp_path_factory, records):
     return path
 
 
-@pytest.fixture(scope="session")
-def split():
+def split(tokenizer, prompt):
     """Parts of a prompt by the plain tokenizer: the user's message, and the beginning of the answer."""
-
-    def split_one(tokenizer, prompt):
-        text = tokenizer.decode(prompt.input_ids)
-        return re.fullmatch(r"<\|turn\|>user\n(.*)</s><\|turn\|>assistant\n(.*)", text, re.S).groups()
-
-    return split_one
+    text = tokenizer.decode(prompt.input_ids)
+    return re.fullmatch(r"<\|turn\|>user\n(.*)</s><\|turn\|>assistant\n(.*)", text, re.S).groups()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prompt import score
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
+from tests.checks import refusal
 
 MAX_NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
@@ -82,11 +83,6 @@ def test_a_length_without_room_is_refused_with_one_that_has_it(plain_tokenizer, 
     assert len(draw(plain_tokenizer, task, enough + 20, num_samples=6)) == 6
 
 
-def test_a_tokenizer_that_cannot_write_the_answer_is_refused(testbed_tokenizer):
-    with pytest.raises(LeanKError, match=r"cannot write an answer of `niah_single_1`: `\d{7}` becomes"):
-        draw_prompts(testbed_tokenizer, ["niah_single_1"], [2000], 1, 0)
-
-
 @pytest.mark.parametrize(
     ("tasks", "haystack", "asks", "message"),
     [
@@ -96,9 +92,10 @@ def test_a_tokenizer_that_cannot_write_the_answer_is_refused(testbed_tokenizer):
         (["fwe"], "a.txt", False, r"haystack `a\.txt` is read by none of the tasks `fwe`"),
     ],
 )
-def test_tasks_and_files_that_do_not_go_together_are_refused(
-    plain_tokenizer, question_file, tasks, haystack, asks, message
+def test_tasks_files_and_tokenizers_that_do_not_go_together_are_refused(
+    plain_tokenizer, testbed_tokenizer, question_file, tasks, haystack, asks, message
 ):
-    with pytest.raises(LeanKError, match=message) as caught:
+    with refusal(r"cannot write an answer of `niah_single_1`: `\d{7}` becomes"):
+        draw_prompts(testbed_tokenizer, ["niah_single_1"], [2000], 1, 0)
+    with refusal(message):
         draw_prompts(plain_tokenizer, tasks, [2000], 1, 0, haystack, question_file if asks else None)
-    assert caught.value.hint

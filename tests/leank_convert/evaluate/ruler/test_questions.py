@@ -14,6 +14,8 @@ from leank_convert.evaluate.ruler.questions import (
     draft_question,
     read_questions,
 )
+from tests.checks import refusal
+from tests.leank_convert.evaluate.ruler.conftest import split
 
 RECORD = {"question": "One?", "answers": ["1"], "documents": ["One."]}
 
@@ -76,12 +78,11 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path, name, content, message):
     path = tmp_path / name if content is None else write(name, content)
-    with pytest.raises(LeanKError, match=message) as caught:
+    with refusal(message):
         read_questions(path, ())
-    assert caught.value.hint
 
 
-def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw, split):
+def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
     asked = []
     for prompt in draw(plain_tokenizer, "qa", 700, num_samples=8):
         message, _ = split(plain_tokenizer, prompt)
@@ -97,7 +98,7 @@ def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, reco
     assert len(set(asked)) == 8
 
 
-def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw, split):
+def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw):
     (prompt,) = draw(plain_tokenizer, "qa", 3000, num_samples=1)
     counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", split(plain_tokenizer, prompt)[0], re.M))
     assert set(counts) == {record["documents"][0] for record in records}
@@ -120,9 +121,8 @@ def test_the_rest_of_an_article_fills_a_prompt_before_other_documents(tmp_path):
 
 
 def test_a_file_that_is_too_small_is_refused(plain_tokenizer, draw, tmp_path):
-    with pytest.raises(LeanKError, match="has 12 questions, fewer than the samples") as caught:
+    with refusal("has 12 questions, fewer than the samples", "12 samples or fewer"):
         draw(plain_tokenizer, "qa", num_samples=13)
-    assert "12 samples or fewer" in caught.value.hint
     asked = [Question("a?", ("1",), ("A1",))]  # nothing to fill a prompt with
     with pytest.raises(LeanKError, match=r"no document besides those of `a\?`"):
         draft_question(asked, collect_documents(asked), tmp_path, 0, 0, random.Random(0))

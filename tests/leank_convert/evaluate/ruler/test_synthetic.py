@@ -9,6 +9,7 @@ import pytest
 from leank_convert.evaluate.ruler import RULER_TASKS
 from leank_convert.evaluate.ruler.synthetic import NOISE
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
+from tests.leank_convert.evaluate.ruler.conftest import split
 
 NEEDLE = re.compile(r"secret (number|code) for (\S+) is (\S+)\.")
 # Keys in the text, values of each and keys asked for, as in RULER's synthetic.yaml.
@@ -21,7 +22,7 @@ NEEDLE_COUNTS = {
 
 
 @pytest.mark.parametrize("task", [task for task in RULER_TASKS if task != "qa"])
-def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, task, draw, split):
+def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, task, draw):
     for prompt in draw(plain_tokenizer, task, num_samples=4):
         message, begin = split(plain_tokenizer, prompt)
         before, *_, question = message.split("\n\n")
@@ -30,7 +31,7 @@ def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, t
 
 
 @pytest.mark.parametrize(("task", "counts"), NEEDLE_COUNTS.items())
-def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, counts, draw, split):
+def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, counts, draw):
     num_keys, num_values, num_queries = counts
     for prompt in draw(plain_tokenizer, task, num_samples=3):
         message, begin = split(plain_tokenizer, prompt)
@@ -48,7 +49,7 @@ def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, coun
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
-def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task, draw, split):
+def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task, draw):
     for prompt in draw(plain_tokenizer, task, num_samples=3):
         message, _ = split(plain_tokenizer, prompt)
         found = NEEDLE.findall(message)
@@ -60,7 +61,7 @@ def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task
         assert re.fullmatch(kind, prompt.references[0])
 
 
-def test_needles_lie_at_every_depth(plain_tokenizer, draw, split):
+def test_needles_lie_at_every_depth(plain_tokenizer, draw):
     places = []
     for prompt in draw(plain_tokenizer, "niah_single_1", num_samples=30):
         lines = split(plain_tokenizer, prompt)[0].split("\n\n")[1].split("\n")
@@ -79,7 +80,7 @@ def resolve(text):
     return held
 
 
-def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw, split):
+def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw):
     for prompt in draw(plain_tokenizer, "vt", num_samples=3):
         message, begin = split(plain_tokenizer, prompt)
         example, text = re.split(r"^Answer: .*$", message, flags=re.M)
@@ -98,9 +99,7 @@ def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw, split
 @pytest.mark.parametrize(
     ("length", "common", "rare", "example"), [(2500, 6, 1, (20, 3, 1)), (9000, 30, 3, (40, 10, 3))]
 )
-def test_common_words_come_up_as_often_as_in_ruler(
-    plain_tokenizer, length, common, rare, example, draw, split
-):
+def test_common_words_come_up_as_often_as_in_ruler(plain_tokenizer, length, common, rare, example, draw):
     for prompt in draw(plain_tokenizer, "cwe", length):
         message, _ = split(plain_tokenizer, prompt)
         shown, asked = (
@@ -118,7 +117,7 @@ def test_common_words_come_up_as_often_as_in_ruler(
         assert set(re.findall(r"[a-z]+", solved)) == {word for word, _ in shown.most_common(10)}
 
 
-def test_frequent_words_follow_the_dots(plain_tokenizer, draw, split):
+def test_frequent_words_follow_the_dots(plain_tokenizer, draw):
     for length in (600, 3000):
         for prompt in draw(plain_tokenizer, "fwe", length, num_samples=4):
             message, _ = split(plain_tokenizer, prompt)
@@ -139,7 +138,7 @@ def test_no_word_is_part_of_another():
     assert not [pair for pair in itertools.permutations(words, 2) if pair[0] in pair[1]]
 
 
-def test_words_never_run_out(plain_tokenizer, draw, split):
+def test_words_never_run_out(plain_tokenizer, draw):
     (prompt,) = draw(plain_tokenizer, "cwe", 30_000, num_samples=1)
     message, _ = split(plain_tokenizer, prompt)
     asked = Counter(re.findall(r"\d+\. (\S+)", re.split(r"^Answer: .*$", message, flags=re.M)[1]))
