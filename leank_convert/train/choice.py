@@ -38,7 +38,7 @@ def choose_recipe(
         from leank_convert.train.derive import derive_recipe
 
         found = derive_recipe(model, overrides, flags=flags, device=device)
-    return _take_from_mask(found) if training and found.mask is not None else found
+    return _take_from_mask(found) if training and found.mask is not None and found.trains else found
 
 
 def _take_from_mask(recipe: Recipe) -> Recipe:
