@@ -54,6 +54,7 @@ def convert_model(
             before anything is trained.
     """
     check_base_model(base_model)
+    recipe = choose_recipe(recipe, model, training=True)
     directory = TrainingDirectory(user_path(out))
     results = directory.results(recipe).values()
     overrides = recipe.model.config_overrides

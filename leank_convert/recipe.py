@@ -294,9 +294,10 @@ class Recipe(_Section):
     def trains(self) -> tuple[Part, ...]:
         """What is learned, in this order: no gates that `heads.pattern` brings, no channels of a `mask`."""
         known = () if self.heads.pattern is None else ("gates",)
-        parts = tuple(part for part in self.method_row.trains if part not in known)
-        learns_values = bool(parts and self.value_pruning_ratio and self.values.steps)
-        return (*(parts if self.mask is None else ()), *(("values",) if learns_values else ()))
+        of_keys = tuple(part for part in self.method_row.trains if part not in known and self.mask is None)
+        may_learn = bool(of_keys) or self.mask is not None
+        of_values = may_learn and self.value_pruning_ratio and self.values.steps
+        return (*of_keys, *(("values",) if of_values else ()))
 
     @property
     def resolved_budget(self) -> Budget:
@@ -389,7 +390,12 @@ def _find_in_method(recipe: Recipe) -> Iterator[str]:
             f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, {whose}; set it to "
             "null"
         )
-    if method.has_gates and not method.whole_heads and ratio < recipe.heads.pruning_ratio:
+    if (
+        method.has_gates
+        and recipe.mask is None
+        and not method.whole_heads
+        and ratio < recipe.heads.pruning_ratio
+    ):
         yield (
             f"`pruning_ratio` {ratio} is below `heads.pruning_ratio` {recipe.heads.pruning_ratio}, which "
             "heads without channels remove already; lower that one"

@@ -49,7 +49,8 @@ def check_training(recipe: Recipe) -> None:
 def find_obstacles(recipe: Recipe) -> Iterator[Problem]:
     """What training does not find that it needs."""
     if recipe.mask is not None and not recipe.trains:
-        hint = "use `leank-convert export`, remove the key, or set `value_pruning_ratio` to learn V beside it"
+        key = "values.steps" if recipe.value_pruning_ratio else "value_pruning_ratio"
+        hint = f"use `leank-convert export`, remove the key, or set `{key}` to learn V beside it"
         yield f"`mask` is {cut(recipe.mask)}: nothing is to be trained", hint
     if "wandb" in recipe.trackers and find_spec("wandb") is None:
         yield "`trackers` names `wandb`, which is not installed", "`pip install wandb`, or leave it out"

@@ -5,16 +5,22 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
+from leank_convert.errors import LeanKError, cut
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_choice import find_recipe
+from leank_convert.recipe_problems import describe, refuse
 
 if TYPE_CHECKING:
     import torch
+
+    from leank_convert.mask import ChannelMask
 
 
 def choose_recipe(
@@ -38,20 +44,44 @@ def choose_recipe(
         from leank_convert.train.derive import derive_recipe
 
         found = derive_recipe(model, overrides, flags=flags, device=device)
-    return _take_from_mask(found) if training and found.mask is not None and found.trains else found
+    if training and found.mask is not None and found.trains:
+        given = {*flags, *(override.partition("=")[0].strip() for override in overrides)}
+        return _take_from_mask(found, given)
+    return found
 
 
-def _take_from_mask(recipe: Recipe) -> Recipe:
-    """A recipe that learns V beside a mask, by the ratio and the windows that the mask was made with."""
+def _take_from_mask(recipe: Recipe, given: Set[str]) -> Recipe:
+    """A recipe that learns V beside a mask, by the ratio and the windows that the mask was made with.
+
+    Raises:
+        LeanKError: If the mask cannot be read, `given` keys are its own, or they do not go with the others.
+    """
     from leank_convert.mask import load_mask, resolve_mask
 
     assert recipe.mask is not None
     mask = load_mask(resolve_mask(recipe.mask))
     known = mask.provenance
-    if known is None:
-        return recipe.model_copy(update={"pruning_ratio": round(mask.pruning_ratio, 4)})
-    sizes = {name: getattr(known, name) for name in type(recipe.windows).model_fields}
-    asked = known.pruning_ratio_asked
-    ratio = round(mask.pruning_ratio, 4) if asked is None else asked
-    windows = recipe.windows.model_copy(update=sizes)
-    return recipe.model_copy(update={"pruning_ratio": ratio, "windows": windows})
+    own = {"pruning_ratio": _ratio_of(mask)}
+    if known is not None:
+        own |= {f"windows.{name}": getattr(known, name) for name in type(recipe.windows).model_fields}
+    if clash := sorted({key for key in own if key in given or key.partition(".")[0] in given}):
+        raise LeanKError(
+            f"`{clash[0]}` is given beside mask {cut(recipe.mask)}, whose own is {own[clash[0]]}",
+            hint="leave it out, or name another mask",
+        )
+    document = recipe.model_dump()
+    for key, value in own.items():
+        section, _, name = key.rpartition(".")
+        (document[section] if section else document)[name] = value
+    try:
+        found = Recipe.model_validate(document)
+    except ValidationError as error:
+        raise refuse(f"with mask {recipe.mask}", [*describe(error, {})]) from error
+    found.remember_text(found.to_yaml(), recipe.derivation)
+    return found
+
+
+def _ratio_of(mask: ChannelMask) -> float:
+    """The ratio that a mask was asked for, or that an imported one reaches."""
+    asked = None if mask.provenance is None else mask.provenance.pruning_ratio_asked
+    return round(mask.pruning_ratio, 4) if asked is None else asked

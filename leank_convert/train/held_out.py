@@ -272,7 +272,7 @@ def _judge_lost(recipe: Recipe, tokens: TokenShares, squares: float) -> str:
     if "stage2" in recipe.trains and not recipe.stage2.validation_contexts:
         remedy = "have the best of stage 2's masks chosen (`stage2.validation_contexts`: 8)"
     elif recipe.trains:
-        section = {"stage1": "stage1", "gates": "heads", "values": "values"}[recipe.trains[0]]
+        section = recipe.trains[0].replace("gates", "heads")
         remedy = f"give `{section}` more steps"
     else:
         remedy = "take a method that trains"

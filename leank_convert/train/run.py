@@ -71,8 +71,8 @@ class Run:
             offload=recipe.offload_context,
         )
         if self._given is not None and self._given.key_mean is not None:
-            known = self._given.provenance
-            self._take_key_mean(self._given.key_mean, None if known is None else known.key_mean_tokens)
+            assert self._given.provenance is not None
+            self._take_key_mean(self._given.key_mean, self._given.provenance.key_mean_tokens)
 
     @property
     def _has_gates(self) -> bool:

@@ -148,16 +148,28 @@ def build_mask(
 
 
 def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
-    """Load the mask that a recipe names; raises LeanKError if it is not of this model."""
+    """Load the mask that a recipe names; raises LeanKError if it is of another model, or prunes V."""
     path = resolve_mask(mask)
     found = load_mask(path)
     check_mask_fits(found, files.facts, mask_origin=str(path), model_origin=files.name)
+    if found.value_basis is not None:
+        raise LeanKError(
+            f"mask `{path}` prunes V already, {found.value_pruning_ratio:.1%} of it",
+            hint="name the mask of K alone that it was made beside",
+        )
     return found
 
 
 def _take_origin(given: ChannelMask, provenance: MaskProvenance) -> ChannelMask:
     """A given mask that says where it comes from, and by what recipe V was learned beside it."""
-    known = given.provenance or replace(provenance, method="imported", recipe="")
+    made = {
+        "method": "imported",
+        "recipe": None,
+        "pruning_ratio_asked": None,
+        "width_multiple": None,
+        "seed": None,
+    }
+    known = given.provenance or replace(provenance, **made)
     beside = indent(f"V's directions were learned beside this mask, by\n{provenance.recipe}", "# ")
     recipe = f"{known.recipe or ''}\n{beside}".lstrip()
     return replace(given, provenance=replace(known, recipe=recipe, held_out=None, evaluation=None))

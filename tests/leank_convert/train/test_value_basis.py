@@ -13,6 +13,7 @@ from leank_convert.methods.statistics import attention_of
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, value_basis
 from leank_convert.train.attention import Student
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.held_out import compare_answers
 from leank_convert.train.key_mean import measure_keys
 from leank_convert.train.log import LOG_NAME, read_log
@@ -196,7 +197,9 @@ def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short
         np.save(path := tmp_path / "mask.npy", given.channel_mask.numpy())
     changes = {"value_pruning_ratio": 0.6, "values": {"steps": 4, "l1_weight": 1.0}, "save_every": 3}
     windows = {"sink_size": 5, "recent_size": 24, "flush_size": 8}
-    recipe = short_recipe(mask=str(path), pruning_ratio=0.7, windows=windows, **changes)
+    # What K's method would ask for does not matter.
+    changes |= {"method": "duo-attention+leank", "heads": {"pruning_ratio": 0.6}, "pruning_ratio": 0.7}
+    recipe = short_recipe(mask=str(path), windows=windows, **changes)
     with fail_at(graphs, "distil", 2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         train_one(recipe, tmp_path / "out")
     found = train_one(recipe, tmp_path / "out", resume=True)
@@ -209,12 +212,54 @@ def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short
     sizes = windows if own is None else {name: getattr(own, name) for name in windows}
     assert {name: getattr(known, name) for name in windows} == sizes
     assert known.method == ("imported" if own is None else "leank")
-    assert known.pruning_ratio_asked == pytest.approx(given.pruning_ratio if own is None else 0.5, abs=1e-3)
+    asked = (known.pruning_ratio_asked, known.width_multiple, known.seed)
+    assert asked == ((None,) * 3 if own is None else (0.5, own.width_multiple, own.seed))
+    again = choose_recipe(None, "a/b", run=tmp_path / "out", training=True)
+    assert again.pruning_ratio == pytest.approx(given.pruning_ratio if own is None else 0.5, abs=1e-3)
     np.save(tmp_path / "other.npy", ~given.channel_mask.numpy())
     with pytest.raises(LeanKError, match="was saved by another run:\n  mask was"):
         train_one(
             recipe.model_copy(update={"mask": str(tmp_path / "other.npy")}), tmp_path / "out", resume=True
         )
+
+
+@pytest.mark.parametrize(
+    "overrides, message, hint",
+    [
+        (["value_pruning_ratio=0"], "nothing is to be trained", "set `value_pruning_ratio`"),
+        (["values.steps=0"], "nothing is to be trained", "set `values.steps`"),
+        (
+            ["pruning_ratio=0.9"],
+            "`pruning_ratio` is given beside mask 'testbed-70', whose own is 0.7",
+            "leave",
+        ),
+        (
+            ["windows.sink_size=4"],
+            "`windows.sink_size` is given beside mask 'testbed-70', whose own is 16",
+            "",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_mask_is_refused(overrides, message, hint):
+    with pytest.raises(LeanKError) as caught:
+        asked = ["mask=testbed-70", "value_pruning_ratio=0.5", *overrides]
+        choose_recipe("quickstart", "testbed", overrides=asked, training=True)
+    assert message in caught.value.message and hint in (caught.value.hint or "")
+
+
+def test_windows_of_a_mask_have_to_go_with_the_recipes_lengths():
+    windows = {"sink_size": 1, "recent_size": 2, "flush_size": 1}
+    data = {"wording": "testbed", "tasks": ["retrieval"], "min_length": 70, "max_length": 80}
+    recipe = Recipe(mask="testbed-70", value_pruning_ratio=0.5, windows=windows, data=data)
+    with pytest.raises(LeanKError, match="with mask testbed-70`: `data.max_length` 80 leaves nothing"):
+        choose_recipe(recipe, "testbed", training=True)
+
+
+def test_v_is_not_learned_twice(train_one, short_recipe, tmp_path):
+    mask = train_one(short_recipe(value_pruning_ratio=0.5, values={"steps": 0}), tmp_path / "given")
+    path = str(tmp_path / "given" / "channel_mask.safetensors")
+    with pytest.raises(LeanKError, match=f"prunes V already, {mask.value_pruning_ratio:.1%} of it"):
+        train_one(short_recipe(mask=path, value_pruning_ratio=0.5), tmp_path / "out")
 
 
 def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(
