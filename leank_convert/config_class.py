@@ -43,11 +43,7 @@ def build_config(
 
 
 def known_keys(architecture: Architecture) -> frozenset[str]:
-    """The keys of a config.json that the family's config class knows, by each of their names.
-
-    Raises:
-        LeanKError: If this release of transformers has no such family.
-    """
+    """The config class's keys, by each of their names; LeanKError if transformers has no such family."""
     built = build_config({}, architecture, origin=f"defaults of {architecture.config_class}")
     return frozenset({*built.to_dict(), *built.attribute_map, *built.attribute_map.values()})
 

@@ -17,11 +17,7 @@ from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 
 @contextmanager
 def host_errors() -> Iterator[None]:
-    """Raise what the host finds wrong as the toolkit raises errors.
-
-    Raises:
-        LeanKError: In place of the host's own error.
-    """
+    """Raise what the host finds wrong as the toolkit raises errors: a LeanKError in place of its own."""
     try:
         yield
     except LeanKOnnxError as error:

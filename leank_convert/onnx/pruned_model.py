@@ -133,11 +133,7 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
 
 
 def refuse_quantized(config: Mapping[str, Any], origin: object) -> None:
-    """Refuse quantized weights.
-
-    Raises:
-        LeanKError: If config.json tells of any.
-    """
+    """Refuse, by a LeanKError, a config.json that tells of quantized weights."""
     if config.get("quantization_config") is not None:
         raise LeanKError(
             f"`{origin}`: its weights are quantized (`quantization_config`); a graph is made of plain ones",
