@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, read_config
+from leank_convert.config_class import quiet_transformers
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import encode_json
 from leank_convert.files import read_json, write_atomically
@@ -107,15 +108,8 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def find_tokenizer_class(folder: Path) -> str:
     """The class that transformers makes a folder's tokenizer of; LeanKError if it cannot be loaded."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    # Its advice is about the source, not about what is written.
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
+    with quiet_transformers(logging.ERROR):  # its advice is about the source, not about what is written
         return type(load_tokenizer(folder)).__name__
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def names_class(folder: Path, settings: Mapping[str, Any], chosen: str) -> bool:
