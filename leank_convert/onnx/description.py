@@ -25,11 +25,7 @@ def host_errors() -> Iterator[None]:
 
 
 def read_description(folder: Path) -> Description:
-    """Read an ONNX folder's description by the host's reader; no other file is looked at.
-
-    Raises:
-        LeanKError: If it cannot be read, is of another format version, or was changed.
-    """
+    """Read an ONNX folder's description by the host's reader, and no other file; raises LeanKError."""
     with host_errors():
         return Description(folder)
 
