@@ -65,7 +65,7 @@ def prune_model(
 def apply_mask(
     model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
 ) -> Callable[[], None]:
-    """Prune a loaded model, as `prune_model`; return what makes it as it was, as an error leaves it."""
+    """Prune a loaded model, as `prune_model`; return what undoes it. After an error it is as it was."""
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
     mask, origin = find_mask(mask, name)

@@ -121,7 +121,7 @@ def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:
-    """Load a model or a checkpoint as its stock class, by its config.json or another; as `build_config`."""
+    """Load a model or checkpoint as its stock class; raises as `refuse_quantized` and `build_config`."""
     refuse_quantized(config, folder)
     built = build_config(config, architecture, origin=str(folder / CONFIG_NAME))
     stock: Any = getattr(transformers, architecture.causal_lm_class)

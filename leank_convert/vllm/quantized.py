@@ -9,7 +9,7 @@ _SCALES = ("weight_scale", "weight_scale_inv", "weight_zero_point")
 
 
 def count_of_head(name: str, tensor: torch.Tensor, dim: int, num_heads: int, head_dim: int) -> int | None:
-    """Count a head's numbers along `dim`, in which heads lie, in a tensor of a quantized projection's.
+    """Count a head's numbers along `dim`, in which heads lie, in a tensor of a quantized projection.
 
     None if all heads share one; ValueError if two share a number and others do not, or the layout is not
     known.

@@ -137,8 +137,8 @@ def cut_requests(
     although it is read at once; prompts of a run which is not fresh have no more than `most_keys` together,
     and one prompt has no more.
 
-    Rows are those of at most `num_columns` tokens and longer ones, each its request, its first token, their
-    number and how many of the request are behind them.
+    Returned are rows of at most `num_columns` tokens and longer ones, each its request, its first token,
+    their number and how many of the request are behind them; and runs.
     """
     rows: list[list[tuple[int, int, int, int]]] = [[], []]
     runs: list[list[Prompt]] = []

@@ -18,7 +18,7 @@ from leank_convert._runtime.windows_leank import Windows
 
 
 def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: Windows) -> torch.Tensor:
-    """Count the pruned ones among the tokens that queries see, itself among them, both int32 `[B, d]`.
+    """Count the pruned ones among the tokens that queries see, each itself among them, both int32 `[B, d]`.
 
     `prompts` are the tokens of each row's prompt, int32 `[B]`.
     """
