@@ -14,32 +14,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from leank_convert.evaluate import evaluate_checkpoint
-    from leank_convert.export import export_checkpoint
-    from leank_convert.export.adapter import convert_adapter
-    from leank_convert.mask import load_mask
-    from leank_convert.methods.make import train_mask, train_masks
-    from leank_convert.methods.measured_cache import measure_cache
-    from leank_convert.onnx import export_onnx
-    from leank_convert.prune import prune_model
-    from leank_convert.recipe import Recipe
-    from leank_convert.recipe_file import load_recipe
-    from leank_convert.verify import verify_checkpoint
-
-__all__ = [
-    "Recipe",
-    "convert_adapter",
-    "evaluate_checkpoint",
-    "export_checkpoint",
-    "export_onnx",
-    "load_mask",
-    "load_recipe",
-    "measure_cache",
-    "prune_model",
-    "train_mask",
-    "train_masks",
-    "verify_checkpoint",
-]
+    from leank_convert.evaluate import evaluate_checkpoint as evaluate_checkpoint
+    from leank_convert.export import export_checkpoint as export_checkpoint
+    from leank_convert.export.adapter import convert_adapter as convert_adapter
+    from leank_convert.mask import load_mask as load_mask
+    from leank_convert.methods.make import train_mask as train_mask
+    from leank_convert.methods.make import train_masks as train_masks
+    from leank_convert.methods.measured_cache import measure_cache as measure_cache
+    from leank_convert.onnx import export_onnx as export_onnx
+    from leank_convert.prune import prune_model as prune_model
+    from leank_convert.recipe import Recipe as Recipe
+    from leank_convert.recipe_file import load_recipe as load_recipe
+    from leank_convert.verify import verify_checkpoint as verify_checkpoint
 
 _HOMES = {
     "Recipe": "recipe",
@@ -55,6 +41,7 @@ _HOMES = {
     "train_masks": "methods.make",
     "verify_checkpoint": "verify",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,11 +43,7 @@ def build_config(
 
 
 def known_keys(architecture: Architecture) -> frozenset[str]:
-    """The keys of a config.json that the family's config class knows, by each of their names.
-
-    Raises:
-        LeanKError: If this release of transformers has no such family.
-    """
+    """The config class's keys, by each of their names; LeanKError if transformers has no such family."""
     built = build_config({}, architecture, origin=f"defaults of {architecture.config_class}")
     return frozenset({*built.to_dict(), *built.attribute_map, *built.attribute_map.values()})
 
@@ -70,12 +66,9 @@ def complete_config(
 @contextmanager
 def refused_by_transformers(origin: str) -> Iterator[None]:
     """Put what transformers says of a config.json into one LeanKError, and nothing of what it logs."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.CRITICAL)  # it prints the whole config first
     try:
-        yield
+        with quiet_transformers(logging.CRITICAL):  # it prints the whole config first
+            yield
     except Exception as error:  # of as many kinds as there are keys
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, KeyError):
@@ -84,5 +77,16 @@ def refused_by_transformers(origin: str) -> Iterator[None]:
             f"`{origin}` is refused by transformers: {reason[:_MAX_REASON]}",
             hint="compare it, and any `model.config_overrides`, with the config.json of the original model",
         ) from error
+
+
+@contextmanager
+def quiet_transformers(level: int) -> Iterator[None]:
+    """Let transformers log nothing below a level, for a while."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(level)
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Collection, Mapping
 
-from leank_convert.architectures import OTHER_MODELS, find_architecture, read_model_facts
+from leank_convert.architectures import OTHER_MODELS, SHAPE_KEYS, find_architecture, read_model_facts
 from leank_convert.checkpoint_io import LOADING_KEYS
 from leank_convert.config_class import known_keys
 from leank_convert.errors import LeanKError, cut, shorten
@@ -14,52 +14,19 @@ from leank_convert.rope import ROPE_KEYS, ROPE_PARAMETERS, read_rope_parameters
 
 _FIXED_KEYS = frozenset(
     {
-        "model_type",
-        "architectures",
-        "auto_map",
-        "leank",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "hidden_act",
-        "rms_norm_eps",
-        "attention_out_bias",
-        "use_qk_norm",
-        "partial_rotary_factor",
-        "rotary_dim",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "n_shared_experts",
-        "num_shared_experts",
-        "use_bias",
-        "moe_intermediate_size",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-        "routed_scaling_factor",
-        "first_k_dense_replace",
-        "mlp_only_layers",
-        "decoder_sparse_step",
-        "mlp_layer_types",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
+        *("model_type", "architectures", "auto_map", "leank", "quantization_config"),
+        *SHAPE_KEYS,
+        *("hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings"),
+        *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"),
+        *("hidden_act", "rms_norm_eps", "use_qk_norm"),
+        *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        *("partial_rotary_factor", "rotary_dim", "no_rope_layers", "no_rope_layer_interval"),
+        # Of layers with experts, and with linear attention.
+        *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_shared_experts"),
+        *("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor"),
+        *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "mlp_layer_types"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
         "linear_conv_kernel_dim",
-        "attention_multiplier",
-        "embedding_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-        "quantization_config",
         *OTHER_MODELS,
         *LOADING_KEYS,
     }

@@ -29,11 +29,7 @@ class Fields:
         return value
 
     def number(self, key: str, least: float, most: float, *, below: bool = False) -> float:
-        """A finite number within bounds, both included, or `below` the upper one.
-
-        Raises:
-            LeanKError: If it is missing or something else.
-        """
+        """A finite number within bounds, both included, or `below` the upper one; LeanKError if not."""
         value = self.values.get(key)
         fits = isinstance(value, int | float) and least <= value <= most and not (below and value == most)
         if not isinstance(value, int | float) or isinstance(value, bool) or not fits:
@@ -65,11 +61,7 @@ class Fields:
 
 
 def validated(model: type[_Model], values: object, prefix: str = "") -> _Model:
-    """Check values of a JSON object by a model of pydantic; `prefix` is put before keys in messages.
-
-    Raises:
-        LeanKError: If they are not as the model says; names the first that is not.
-    """
+    """Check a JSON object by a model of pydantic; LeanKError names the first wrong key, behind `prefix`."""
     from pydantic import ValidationError  # here: facts are read of a config.json without it
 
     try:

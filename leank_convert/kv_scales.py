@@ -67,11 +67,7 @@ class KVScales:
 
 
 def describe_cache(kv_dtype: str | None, scales: KVScales | None) -> dict[str, Any]:
-    """Keys of a `leank` block about a cache of a dtype, with scales or without; none of a cache as it comes.
-
-    Raises:
-        LeanKError: If the dtype is not known, or there are scales that it has no use for.
-    """
+    """Keys of a `leank` block about a cache of a dtype, none of one as it comes; LeanKError if not known."""
     if kv_dtype is None and scales is None:
         return {}
     if kv_dtype not in (rounded := KV_DTYPES[1:]):

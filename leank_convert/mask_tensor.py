@@ -48,11 +48,7 @@ def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
 
 
 def load_pickle(path: Path) -> Tensor:
-    """Load the one plain tensor [L, H_kv, D] that `torch.save` wrote; nothing of the file is executed.
-
-    Raises:
-        LeanKError: If the file holds anything else.
-    """
+    """Load the one plain tensor [L, H_kv, D] of a pickle, nothing of which is executed; else LeanKError."""
     hint = "save it with `torch.save(tensor, path)`, a tensor without a class, layout or device of its own"
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)

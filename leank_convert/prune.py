@@ -65,11 +65,7 @@ def prune_model(
 def apply_mask(
     model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
 ) -> Callable[[], None]:
-    """Let a loaded model decode from a pruned cache, as `prune_model`; return what makes it as it was.
-
-    Raises:
-        LeanKError: As `prune_model`; the model is then as it was.
-    """
+    """Prune a loaded model, as `prune_model`; return what undoes it. After an error it is as it was."""
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
     mask, origin = find_mask(mask, name)

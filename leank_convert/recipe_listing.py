@@ -31,11 +31,7 @@ whether it was run on the real weights here.
 
 
 def render(name: str | None = None, *, keys: bool = False, as_json: bool = False) -> str:
-    """Render what is asked for: a recipe, every key, or else the listing.
-
-    Raises:
-        LeanKError: If both a recipe and the keys are asked for, or there is no such recipe.
-    """
+    """Render a recipe, every key, or else the listing; LeanKError for both a recipe and the keys."""
     if name is not None and keys:
         raise LeanKError("`--keys` goes without a recipe's name: it prints what any recipe may hold")
     if name is not None:

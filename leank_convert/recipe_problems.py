@@ -37,11 +37,7 @@ def refuse(name: str, problems: Sequence[Problem]) -> RecipeError:
 
 
 def check_training(recipe: Recipe) -> None:
-    """Refuse what a model is not needed for to see that a recipe cannot be trained by.
-
-    Raises:
-        RecipeError: If its mask leaves nothing to train, or a file or a package that it names is missing.
-    """
+    """Refuse, by a RecipeError, a recipe that cannot be trained by, as can be seen without a model."""
     if problems := list(find_obstacles(recipe)):
         raise refuse("made in Python", problems)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from leank_convert.config_class import quiet_transformers
 from leank_convert.errors import LeanKError, cut
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
@@ -68,16 +69,10 @@ def find_whole(folder: Path) -> str | None:
 
 def load_from(loader: Any, folder: Path, **options: Any) -> Any:
     """Call `from_pretrained` of a class on a folder; of a larger model the text model, by its `config`."""
-    from transformers.utils import logging as transformers_logging
-
     if find_whole(folder) is None:
         return loader.from_pretrained(folder, **options)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)  # it lists tensors of images as unexpected
-    try:
+    with quiet_transformers(logging.ERROR):  # it lists tensors of images as unexpected
         return loader.from_pretrained(folder, key_mapping=dict(_RENAMED), **options)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def refuse_whole(folder: Path) -> None:

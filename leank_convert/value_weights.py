@@ -26,11 +26,7 @@ def is_folded_into(checkpoint: Checkpoint, facts: ModelFacts) -> bool:
 
 
 def check_measurable(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Check that a basis of V can be measured on a model.
-
-    Raises:
-        LeanKError: If `v_proj` or `o_proj` is quantized, or a tensor is missing.
-    """
+    """Refuse, by a LeanKError, to measure a basis of V on a model whose V or O is quantized or missing."""
     if (name := _find_quantized(checkpoint, facts)) is not None:
         raise LeanKError(
             f"no basis of V is measured on model `{checkpoint.folder}`, whose `{name}` is quantized",

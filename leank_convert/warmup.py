@@ -82,11 +82,7 @@ def render_warm_up(facts: dict[str, Any]) -> str:
 
 
 def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
-    """A checkpoint's model on the meta device, with masks of the right widths.
-
-    Raises:
-        LeanKError: If it holds other code than a release's, or transformers cannot load it.
-    """
+    """A checkpoint's model on the meta device, masks of the right widths; LeanKError if it is not loaded."""
     check_code(checkpoint, trust=trust)
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -76,14 +76,9 @@ class AnalysisReport:
         return {**self.analysis.to_dict(), "measured": measured}
 
     def write(self, out: Path) -> Path:
-        """Write a page that opens offline, and the numbers, into a folder that appears whole or not at all.
+        """Write a page that opens offline, and the numbers, into a folder, whole or not; return the page.
 
-        Returns:
-            The page.
-
-        Raises:
-            LeanKError: If the folder already holds something.
-            OSError: If it cannot be written.
+        LeanKError if the folder already holds something; OSError if it cannot be written.
         """
         check_writable(out)
         title = f"Analysis of {self.analysis.model or Path(self.origin).name}"

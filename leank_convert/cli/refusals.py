@@ -20,11 +20,7 @@ def print_error(error: LeanKError) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments that can be no text, and those without content.
-
-    Raises:
-        UsageError: If there is one.
-    """
+    """Refuse arguments that can be no text, and those without content; raises UsageError."""
     for before, argument in zip(("", *arguments), arguments, strict=False):
         # No path has a NUL; and what is not UTF-8 could not be printed, nor stand in a file's header.
         if "\0" in argument or argument.encode(errors="replace").decode() != argument:

@@ -55,11 +55,7 @@ class Haystack:
 
 
 def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> Haystack:
-    """Read what the recipe names; no sentence with one of the `control_tokens` is used.
-
-    Raises:
-        LeanKError: If the file or dataset is missing, cannot be read, or holds no text.
-    """
+    """Read what the recipe names, less sentences with `control_tokens`; LeanKError if there is no text."""
     if section.source is None:
         return Haystack()
     control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")

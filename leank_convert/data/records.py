@@ -53,11 +53,7 @@ def read_records(
 
 
 def read_field(record: Any, key: str, kind: type[_Kind], place: str, form: str) -> _Kind:
-    """Return what a record has under a key; `form` says how the file should be, as a hint.
-
-    Raises:
-        LeanKError: If there is nothing, or something of another kind.
-    """
+    """What a record has under a key; LeanKError, hinting at `form`, if nothing or of another kind."""
     value = record.get(key) if isinstance(record, dict) else None
     if value is None:
         raise LeanKError(f"{place} has no `{key}`", hint=form)
@@ -77,11 +73,7 @@ def read_texts(record: Any, key: str, place: str, form: str) -> list[str]:
 def read_dataset(
     source: str, config: str | None, split: str, what: str
 ) -> Generator[tuple[str, dict[str, Any]], None, None]:
-    """Read a dataset of the hub, its records with their places as `read_records`.
-
-    Raises:
-        LeanKError: If the package `datasets` is missing or cannot read it.
-    """
+    """Read a dataset of the hub, its records with their places; raises as `read_records`."""
     place = f"{what} `{source}` (config {config or 'not set'}, split {split})"
     hint = "check its id, configuration and split; without a network, a `.jsonl` file does"
     for number, record in enumerate(_load(place, hint, source, split, name=config), start=1):

@@ -23,11 +23,7 @@ _ANSWER = TypeAdapter(Answer)
 
 @contextmanager
 def writing_to(file: Path) -> Iterator[None]:
-    """Say what a full disk leaves of an evaluation; names `file` where the system's error names none.
-
-    Raises:
-        LeanKError: In place of an OSError.
-    """
+    """Say in a LeanKError what a full disk leaves of an evaluation, and of `file` where no other is named."""
     try:
         yield
     except OSError as error:
@@ -42,14 +38,8 @@ class AnswerLog:
     """Answers by prompt and variant, in memory and, with a folder, one line each in `answers.jsonl`.
 
     Every answer carries its prompt's digest, so prompts may be added, left out or drawn anew from one run to
-    the next.
-
-    Args:
-        folder: Where they are kept; None for in memory alone.
-        settings: What the answers depend on besides the prompts, JSON-ready.
-
-    Raises:
-        LeanKError: If the folder holds answers of other settings, or a file in it cannot be read or written.
+    the next. `settings` are what answers depend on besides, JSON-ready; LeanKError if the folder holds those
+    of others, or a file in it cannot be read or written.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
@@ -68,11 +58,7 @@ class AnswerLog:
             write_atomically(kept, json.dumps(settings, indent=2).encode())
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Keep a batch's answers, in the file before this returns.
-
-        Raises:
-            LeanKError: If they cannot be written.
-        """
+        """Keep a batch's answers, in the file before this returns; LeanKError if they cannot be written."""
         answers = list(answers)
         if self._path is not None:
             with writing_to(self._path), self._path.open("a", encoding="utf-8") as file:

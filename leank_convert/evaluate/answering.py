@@ -55,11 +55,7 @@ def answer_prompts(
 ) -> Iterator[list[Answer]]:
     """Answer prompts, those of similar length together, the shortest first.
 
-    Yields:
-        The answers of one variant to a batch, as soon as they are there; the variants in turn.
-
-    Raises:
-        LeanKError: If memory does not suffice.
+    Each batch's answers of one variant come as soon as they are there; LeanKError if memory does not suffice.
     """
     yield from _answer(prompts, evaluated.tokenizer, batch_size, partial(_decode, evaluated, variants))
 
@@ -67,11 +63,7 @@ def answer_prompts(
 def fill_caches(
     evaluated: EvaluatedModel, prompt: Prompt, variants: Sequence[Variant]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each variant's cache when one prompt and its first answer token have been fed, by its name.
-
-    Raises:
-        LeanKError: If memory does not suffice.
-    """
+    """Yield each variant's cache once a prompt and a token of its answer are fed; as `answer_prompts`."""
     with out_of_memory_for([prompt]):
         prefill = _prefill(evaluated, [prompt], variants)
         for variant in variants:
@@ -114,11 +106,7 @@ def answer_against(
     *,
     trust: bool = False,
 ) -> Iterator[list[Answer]]:
-    """Answer prompts by what `find_opponent` found; a graph runs on the CPU, whatever the device.
-
-    Raises:
-        LeanKError: If it cannot be loaded, or memory does not suffice.
-    """
+    """Answer prompts by what `find_opponent` found, as `answer_prompts`; a graph runs on the CPU anyway."""
     with host_errors():
         yield from _answer(prompts, tokenizer, batch_size, _open_opponent(folder, device, trust=trust))
 
@@ -128,8 +116,7 @@ def decode_greedily(
 ) -> list[list[int]]:
     """Decode from a filled cache, of real columns [B, S] and next tokens [B, 1], until every row has ended.
 
-    Returns:
-        Ids of each row, at most `num_steps`; what follows the token that ends a turn means nothing.
+    Of each row come at most `num_steps` ids; what follows the token that ends a turn means nothing.
     """
     ends = torch.tensor(list(end_tokens(model)), dtype=torch.long, device=model.device)
     tokens = [token]

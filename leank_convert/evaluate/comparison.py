@@ -165,11 +165,7 @@ class Comparison:
 
 
 def score_pairs(outcomes: Sequence[Outcome], baseline: str) -> PairedScore:
-    """Score prompts that every variant answered against a baseline among them.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Score prompts that every variant answered against a baseline; ValueError if there are none."""
     if not outcomes:
         raise ValueError("there are no outcomes to score")
     columns = {name: [outcome.scores[name] for outcome in outcomes] for name in outcomes[0].scores}

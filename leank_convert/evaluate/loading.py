@@ -125,11 +125,7 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
 
 
 def check_length(evaluated: EvaluatedModel, asked: int, what: str) -> None:
-    """Refuse prompts of a length that says nothing of a model and may not fit into memory.
-
-    Raises:
-        LeanKError: If it is many times what the model was made for.
-    """
+    """Refuse, by a LeanKError, prompts of many times the length that a model was made for."""
     limit = evaluated.model.config.max_position_embeddings
     if asked > _MOST_TIMES * limit:
         raise LeanKError(

@@ -25,11 +25,7 @@ _PACKAGE = "bin.baselines"
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of nothing, and baselines where the package was not installed from a checkout.
-
-    Raises:
-        LeanKError: If there is one.
-    """
+    """Refuse, by a LeanKError, names of nothing, and baselines where there is no checkout that has them."""
     for name in names:
         if name not in ALSO:
             raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(ALSO)}")

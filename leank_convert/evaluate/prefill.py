@@ -68,11 +68,7 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
 
 @torch.no_grad()
 def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Cache]:
-    """Run a batch of prompts [B, S], padded on the left, as `run_prefill` does where the cache is usual.
-
-    Returns:
-        The greedy token after each prompt [B, 1], and the cache.
-    """
+    """Run prompts [B, S], padded on the left, as `run_prefill`: the greedy next tokens [B, 1], the cache."""
 
     def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Cache]:
         output = model(
@@ -127,8 +123,7 @@ def positions_of(attention_mask: Tensor) -> Tensor:
 def decode_token(model: Any, cache: Any, token: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Feed one token a row [B, 1] to a cache that holds all before it.
 
-    Returns:
-        The logits of the next token [B, vocabulary], and the padding mask with the fed column [B, S + 1].
+    Returned are logits of the next [B, vocabulary], and the padding mask with the fed column [B, S + 1].
     """
     attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
     logits = model(

@@ -45,11 +45,7 @@ class Prompt:
 
 
 def score(prediction: str, prompt: Prompt) -> float:
-    """Score an answer, from 0 to 1.
-
-    Raises:
-        LeanKError: If a package that scores it is missing.
-    """
+    """Score an answer, from 0 to 1; LeanKError if a package that scores it is missing."""
     if prompt.first_line:
         prediction = prediction.lstrip("\n").partition("\n")[0]
     measure = SCORES[prompt.scoring]

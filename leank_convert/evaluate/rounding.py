@@ -41,11 +41,7 @@ class RoundedAnswers:
         )
 
     def check(self, model: str) -> None:
-        """Refuse a cache that loses answers.
-
-        Raises:
-            LeanKError: If they differ by more than `MAX_DIVERGENCE`.
-        """
+        """Refuse, by a LeanKError, a cache whose answers differ by more than `MAX_DIVERGENCE`."""
         if not self.divergence <= MAX_DIVERGENCE:  # NaN, too
             raise LeanKError(
                 f"model `{model}` loses its answers: {self.render()}; at most {MAX_DIVERGENCE} is taken",

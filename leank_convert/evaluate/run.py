@@ -39,11 +39,7 @@ _DIGESTED = ("config.json", "generation_config.json", "*.safetensors", "*.bin", 
 
 
 def run_evaluation(evaluation: Evaluation) -> Comparison:
-    """Answer an evaluation's prompts, as many of them as have no answer yet, and compare the answers.
-
-    Raises:
-        LeanKError: As `evaluate_checkpoint`.
-    """
+    """Answer prompts that have no answer yet, and compare all; raises as `evaluate_checkpoint`."""
     request = evaluation.request
     checkpoint, out = request.checkpoint, request.out
     device = choose_device(request.device)

@@ -52,11 +52,7 @@ def score_characters(answer: str, reference: str, classes: Sequence[str] = ()) -
 def score_rouge(
     answer: str, reference: str, classes: Sequence[str] = (), *, by_character: bool = False
 ) -> float:
-    """ROUGE-L of the words of both (F-measure), or of their characters, white space left out.
-
-    Raises:
-        LeanKError: If the package `rouge-score` is missing.
-    """
+    """ROUGE-L of words (F-measure), or characters, white space left out; LeanKError without `rouge-score`."""
     return float(_rouge_scorer(by_character=by_character).score(reference, answer)["rougeL"].fmeasure)
 
 

@@ -150,21 +150,12 @@ def evaluate_text(
 ) -> TextComparison:
     """Compare a checkpoint's predictions on a text with those of its own weights in the stock class.
 
-    Args:
-        checkpoint: A folder that `export` wrote; with `mask`, a model.
-        text_file: Plain text in UTF-8.
-        prefix_tokens: The first tokens, which are prefilled.
-        num_tokens: How many of those after them are fed at most, a decode step each.
-        mask: What to prune the model by, in memory, as for `evaluate_checkpoint`.
-        also: What else is compared, see `find_variants`.
-        out: Where the numbers are left as JSON, and a figure.
-        device: Default: CUDA if there is any, else the CPU.
-        trust: Whether a checkpoint's Python files may run even where they are no release's.
-        progress: Whether to draw a progress bar to stderr.
+    The text is plain, in UTF-8. Its first `prefix_tokens` are prefilled, and `num_tokens` after them fed at
+    most, a decode step each. `out` is where the numbers are left as JSON, and a figure; other arguments are
+    those of `evaluate_checkpoint`.
 
-    Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
-            `compare_text`.
+    LeanKError if `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
+    `measure_rows`.
     """
     check_names(also)
     out = None if out is None else Path(out)
@@ -213,11 +204,7 @@ def compare_text(
     checkpoint: str = "",
     progress: bool = False,
 ) -> TextComparison:
-    """Compare the predictions of variants with the dense model's on a text; see `evaluate_text`.
-
-    Raises:
-        LeanKError: As `measure_rows`.
-    """
+    """Compare predictions of variants with the dense model's, as `evaluate_text`; as `measure_rows`."""
     input_ids = evaluated.tokenizer(text, return_tensors="pt", verbose=False).input_ids.long()
     taken = input_ids[:, : prefix_tokens + num_tokens + 1]  # the last of them is only predicted
     found = measure_rows(evaluated, taken, variants, prefix_tokens=prefix_tokens, progress=progress)
@@ -317,9 +304,8 @@ def _feed(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Feed texts [B, N] from a place on to every cache in turn, the dense one first.
 
-    Yields:
-        Of each place, for every cache: the divergence from the first, whether the most likely next token is
-        the first's, the negative log-likelihood of the text's next token; each [caches, B].
+    Of each place come, for every cache, the divergence from the first, whether the most likely next token is
+    the first's, and the negative log-likelihood of the text's next token; each [caches, B].
     """
     num_rows, num_tokens = input_ids.shape
     places = torch.arange(num_tokens, device=input_ids.device).expand(num_rows, -1)
@@ -343,11 +329,7 @@ def _feed(
 
 
 def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tokens: int) -> int:
-    """How many of the fed tokens, the first ones, see a cache of which nothing is pruned.
-
-    Raises:
-        LeanKError: If all of them do.
-    """
+    """How many of the fed tokens, the first ones, see nothing of a cache pruned; LeanKError if all do."""
     windows = variant.windows or windows
     kept = windows.sink_size + windows.recent_size
     if prefix_tokens > kept:

@@ -98,14 +98,11 @@ class Masked:
 
 @dataclass
 class ThinK:
-    """Channels that ThinK's rule chooses for each prompt.
+    """Channels that ThinK's rule chooses for each prompt."""
 
-    Attributes:
-        budget: The share that every head drops, rounded down to channels; or how many channels each head
-            keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it shows what the
-            choice is worth apart from them.
-    """
-
+    # The share that every head drops, rounded down to channels; or how many channels each head keeps, int64
+    # [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it shows what the choice is worth apart
+    # from them.
     budget: float | Tensor
     windows: Windows | None = None
     query_window: int = QUERY_WINDOW
@@ -134,11 +131,7 @@ class ThinK:
 
 
 def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Variant]:
-    """What answers besides the dense model and the pruned cache, by its name; of some there are several.
-
-    Raises:
-        LeanKError: If there is no such name, or a baseline is asked for without a checkout.
-    """
+    """What answers besides the dense model and the pruned cache, of some names several; as `check_names`."""
     check_names(names)
     factories = {**OTHERS, **load_baselines(names)}
     return [variant for name in dict.fromkeys(names) for variant in factories[name](evaluated)]
@@ -182,16 +175,10 @@ def kept_channels(head_dim: int, pruning_ratio: float) -> int:
 
 
 def choose_channels(queries: Tensor, keys: Tensor, attention_mask: Tensor, widths: Tensor) -> Tensor:
-    """Choose each head's channels for each row by ThinK's rule; of equal ones the first.
+    """Choose each head's channels for each row by ThinK's rule; of equal ones the first; bool [B, H_kv, D].
 
-    Args:
-        queries: The prompt's last queries after RoPE [B, H, W, D].
-        keys: Its keys after RoPE [B, H_kv, S, D].
-        attention_mask: 1 where a column is real [B, S].
-        widths: Channels that each head keeps [H_kv].
-
-    Returns:
-        True where a channel is kept, bool [B, H_kv, D].
+    By the prompt's last queries [B, H, W, D] and its keys [B, H_kv, S, D], both after RoPE; the mask [B, S]
+    is 1 where a column is real, and heads keep `widths` [H_kv].
     """
     batch_size, num_heads, num_columns, head_dim = keys.shape
     real = attention_mask.to(keys.device, torch.float32)

@@ -130,24 +130,10 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    request = ExportRequest(
-        model=model,
-        mask=mask,
-        out=user_path(out),
-        pruning_ratio=pruning_ratio,
-        recipe=recipe,
-        overrides=overrides,
-        all_channels=all_channels,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        flush_size=flush_size,
-        prune=prune,
-        config_overrides=config_overrides,
-        base_model=base_model,
-        overwrite=overwrite,
-    )
-    export = resolve_export(request)
-    return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
+    asked = locals()  # a request's attributes are these parameters, but for those of the cache
+    cache = {name: asked.pop(name) for name in ("kv_dtype", "kv_scales", "try_cache")}
+    export = resolve_export(ExportRequest(**{**asked, "out": user_path(out)}))
+    return write_export(export, **cache)
 
 
 def write_export(

@@ -92,11 +92,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
 
 
 def check_adapter(adapter: str | Path, out: Path) -> tuple[dict[str, Any], SafetensorsHeader]:
-    """Check what can be known of an adapter without the checkpoint; return its settings and its header.
-
-    Raises:
-        LeanKError: As `convert_adapter`.
-    """
+    """Check an adapter without its checkpoint, as `convert_adapter` does; return its settings and header."""
     if check_folder(out).exists() and any(out.iterdir()):
         raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
     folder = resolve_model(adapter)

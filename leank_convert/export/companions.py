@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, read_config
+from leank_convert.config_class import quiet_transformers
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import encode_json
 from leank_convert.files import read_json, write_atomically
@@ -67,14 +68,10 @@ def has_chat_template(settings: Mapping[str, Any], names: Iterable[str]) -> bool
 
 
 def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
-    """Read a model's companions, data alone; one warning says what is left out because it is code.
+    """Read a model's companions by name, data alone, and whether the tokenizer refers to code.
 
-    Returns:
-        Contents by name within the folder, and whether the tokenizer refers to code.
-
-    Raises:
-        LeanKError: If tokenizer_config.json is no JSON object.
-        OSError: If a file cannot be read.
+    One warning says what is left out because it is code. LeanKError if tokenizer_config.json is no JSON
+    object, OSError if a file cannot be read.
     """
     paths, others = find_companions(folder)
     found = {name: path.read_bytes() for name, path in paths.items()}
@@ -97,41 +94,22 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
 
 
 def write_companions(contents: Mapping[str, bytes], target: Path) -> None:
-    """Write companions into an existing folder.
-
-    Raises:
-        OSError: If one cannot be written.
-    """
+    """Write companions into an existing folder; OSError if one cannot be written."""
     for name, content in contents.items():
         (target / name).parent.mkdir(exist_ok=True)
         write_atomically(target / name, content)
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What a folder's tokenizer_config.json says; nothing where there is none.
-
-    Raises:
-        LeanKError: If it is no JSON object.
-    """
+    """A folder's tokenizer_config.json, empty where there is none; LeanKError if it is no JSON object."""
     path = folder / TOKENIZER_CONFIG_NAME
     return read_json(path) if path.is_file() else {}
 
 
 def find_tokenizer_class(folder: Path) -> str:
-    """The name of the class that transformers makes a folder's tokenizer of.
-
-    Raises:
-        LeanKError: If it cannot be loaded.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    # Its advice is about the source, not about what is written.
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
+    """The class that transformers makes a folder's tokenizer of; LeanKError if it cannot be loaded."""
+    with quiet_transformers(logging.ERROR):  # its advice is about the source, not about what is written
         return type(load_tokenizer(folder)).__name__
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def names_class(folder: Path, settings: Mapping[str, Any], chosen: str) -> bool:

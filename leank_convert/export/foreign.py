@@ -53,11 +53,7 @@ def _is_within(name: str) -> bool:
 
 
 def refuse_edited(out: Path) -> None:
-    """Refuse a folder where a file that an export wrote was changed since.
-
-    Raises:
-        LeanKError: If one was: it would be lost.
-    """
+    """Refuse, by a LeanKError, a folder where a file that an export wrote was changed since."""
     for name, digest in _read_digests(out).items():
         place = out / name
         if name == MASK_FILE_NAME or not place.is_file() or _is_behind_link(out, place):
@@ -70,11 +66,7 @@ def refuse_edited(out: Path) -> None:
 
 
 def refuse_mistakable(out: Path) -> None:
-    """Refuse a folder with foreign files that would count as parts of a checkpoint in it.
-
-    Raises:
-        LeanKError: If it has some.
-    """
+    """Refuse, by a LeanKError, a folder with foreign files that would count as parts of a checkpoint."""
     own = find_own(out)
     mistakable = find_unlisted(out, own)
     if CARD_NAME not in own and os.path.lexists(out / CARD_NAME):
@@ -84,11 +76,7 @@ def refuse_mistakable(out: Path) -> None:
 
 
 def refuse_collisions(out: Path, names: Set[str]) -> None:
-    """Refuse a folder where a file of a new export would take the place of a foreign one.
-
-    Raises:
-        LeanKError: If it would.
-    """
+    """Refuse, by a LeanKError, a folder where a new export's file would take the place of a foreign one."""
     own = find_own(out)
     for name in sorted(names):
         place = out / name

@@ -125,15 +125,9 @@ def plan_edits(
     mixed, and a norm `[D]` is shared by all heads: both stay. Scales of a quantized projection move with what
     they belong to.
 
-    Args:
-        checkpoint: The model.
-        facts: Its facts.
-        head_permutation: `[pruned layer][new] = old`, KV heads.
-        value_basis: What is folded into V and O [L, H_kv, D, D], in the old order, where it is; None for
-            nothing.
-
-    Raises:
-        LeanKError: If a tensor is missing or of another shape or dtype, or cannot be permuted.
+    The order is `[pruned layer][new] = old`, of KV heads; a basis of V [L, H_kv, D, D], in the old order, is
+    folded into V and O where it can be. LeanKError if a tensor is missing or of another shape or dtype, or
+    cannot be permuted.
     """
     check_quantization(checkpoint)
     if value_basis is not None and not is_folded_into(checkpoint, facts):

@@ -76,11 +76,7 @@ def check_quantization(checkpoint: Checkpoint) -> None:
 
 
 def check_cache_scales(checkpoint: Checkpoint, layer: int) -> None:
-    """Refuse scales for a quantized cache beside a layer's attention.
-
-    Raises:
-        LeanKError: If there are any.
-    """
+    """Refuse, by a LeanKError, scales for a quantized cache beside a layer's attention."""
     for name in _CACHE_SCALES:
         tensor = attention_tensor(layer, name)
         if checkpoint.find(tensor) is not None:
@@ -108,11 +104,7 @@ def is_quantized(checkpoint: Checkpoint, weight: str) -> bool:
 
 
 def check_scaled(checkpoint: Checkpoint, weight: str) -> None:
-    """Check that a quantized weight has a scale, where the layout is known to give it one.
-
-    Raises:
-        LeanKError: If it has none.
-    """
+    """Refuse, by a LeanKError, a quantized weight without the scale that its layout is known to give it."""
     found, method = checkpoint.find(weight), _method(checkpoint) or ""
     stored = _stored(checkpoint, weight)
     coded = stored & _PACKED or (found is not None and found.dtype in _BYTE_DTYPES)
@@ -128,11 +120,8 @@ def find_moving(
 ) -> dict[str, int]:
     """Find the tensors that move with a quantized weight [out, in], whose blocks of `dim` change places.
 
-    Returns:
-        Their names, and of how many runs, one behind the other, each is: in each the blocks change places.
-
-    Raises:
-        LeanKError: If the weight cannot be permuted exactly.
+    By name, of how many runs, one behind the other, each is: in each the blocks change places. LeanKError if
+    the weight cannot be permuted exactly.
     """
     method, stored = _method(checkpoint) or "", _stored(checkpoint, weight)
     layout = _LAYOUTS.get(method)

@@ -132,11 +132,7 @@ def open_source(
 
 
 def refuse_overlap(folder: Path, out: Path) -> None:
-    """Refuse to write into a model's own folder, or around it.
-
-    Raises:
-        LeanKError: If one of the two holds the other, or `out` cannot be a folder.
-    """
+    """Refuse, by a LeanKError, to write into a model's own folder, or around it."""
     source, target = folder.resolve(), check_folder(out)
     if source == target or source in target.parents or target in source.parents:
         raise LeanKError(

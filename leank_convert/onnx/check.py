@@ -47,13 +47,9 @@ def make_trials(pruned: PrunedModel) -> list[Trial]:
 def check_graph(trials: Sequence[Trial], path: Path, weights: str | None = None) -> float:
     """Check a graph of a model by what `make_trials` made of it; warn where quantized `weights` are far off.
 
-    Returns:
-        ‖graph's - model's‖ / ‖model's‖, of a prompt of random tokens or of a decode step on a random cache,
-        whichever is more.
-
-    Raises:
-        LeanKError: If the graph breaks ONNX's rules, cannot be run, gives what is no number, or, as long as
-            weights are the model's, other logits than PyTorch's.
+    Returned is ‖graph's - model's‖ / ‖model's‖, of a prompt of random tokens or of a decode step on a random
+    cache, whichever is more. LeanKError if the graph breaks ONNX's rules, cannot be run, gives what is no
+    number, or, as long as weights are the model's, other logits than PyTorch's.
     """
     differences = []
     for trial, logits in zip(trials, _run(trials, path, weights), strict=True):

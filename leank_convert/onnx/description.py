@@ -17,11 +17,7 @@ from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 
 @contextmanager
 def host_errors() -> Iterator[None]:
-    """Raise what the host finds wrong as the toolkit raises errors.
-
-    Raises:
-        LeanKError: In place of the host's own error.
-    """
+    """Raise what the host finds wrong as the toolkit raises errors: a LeanKError in place of its own."""
     try:
         yield
     except LeanKOnnxError as error:
@@ -29,11 +25,7 @@ def host_errors() -> Iterator[None]:
 
 
 def read_description(folder: Path) -> Description:
-    """Read an ONNX folder's description by the host's reader; no other file is looked at.
-
-    Raises:
-        LeanKError: If it cannot be read, is of another format version, or was changed.
-    """
+    """Read an ONNX folder's description by the host's reader, and no other file; raises LeanKError."""
     with host_errors():
         return Description(folder)
 

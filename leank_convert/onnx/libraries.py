@@ -14,11 +14,7 @@ _LIBRARIES = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 
 
 def check_available() -> None:
-    """Check that graphs can be written and run here.
-
-    Raises:
-        LeanKError: If a library is missing.
-    """
+    """Check that graphs can be written and run here; LeanKError if a library is missing."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise LeanKError(

@@ -121,11 +121,7 @@ def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:
-    """Load a model or a converted checkpoint as its stock class, by its config.json or a changed one.
-
-    Raises:
-        LeanKError: If its weights are quantized; also as `build_config`.
-    """
+    """Load a model or checkpoint as its stock class; raises as `refuse_quantized` and `build_config`."""
     refuse_quantized(config, folder)
     built = build_config(config, architecture, origin=str(folder / CONFIG_NAME))
     stock: Any = getattr(transformers, architecture.causal_lm_class)
@@ -133,11 +129,7 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
 
 
 def refuse_quantized(config: Mapping[str, Any], origin: object) -> None:
-    """Refuse quantized weights.
-
-    Raises:
-        LeanKError: If config.json tells of any.
-    """
+    """Refuse, by a LeanKError, a config.json that tells of quantized weights."""
     if config.get("quantization_config") is not None:
         raise LeanKError(
             f"`{origin}`: its weights are quantized (`quantization_config`); a graph is made of plain ones",

@@ -49,11 +49,7 @@ SCHEMES = {"int8": Scheme(8, 128), "int4": Scheme(4, 32)}
 
 
 def check_quantizer(weights: str | None) -> None:
-    """Check that weights can be quantized here.
-
-    Raises:
-        LeanKError: If there is no such scheme, or this onnxruntime lacks the quantizer.
-    """
+    """Check that weights can be quantized here: LeanKError without the scheme, or onnxruntime's quantizer."""
     if weights is None:
         return
     if weights not in SCHEMES:
@@ -70,11 +66,7 @@ def check_quantizer(weights: str | None) -> None:
 
 
 def quantize_weights(path: Path, weights: str) -> None:
-    """Quantize the weights of a graph and write it anew, with one file of weights.
-
-    Raises:
-        LeanKError: If this onnxruntime lacks the quantizer.
-    """
+    """Quantize a graph's weights and write it anew, with one file of them; raises as `check_quantizer`."""
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 

@@ -52,9 +52,8 @@ def derive_recipe(
 ) -> Recipe:
     """Derive a recipe for a model and a device, with overrides and flags as `load_recipe` takes them.
 
-    Raises:
-        LeanKError: If the model cannot be found, read or converted, or has too few positions; if an override
-            or a flag is wrong.
+    LeanKError if the model cannot be found, read or converted, or has too few positions; also as
+    `load_recipe`.
     """
     name = f"derived for {model}"
     chosen = choose_device(device)

@@ -68,12 +68,7 @@ def train(
 
 
 def check_run(recipe: Recipe, num_ranks: int) -> None:
-    """Refuse what can be refused without the model and a folder.
-
-    Raises:
-        LeanKError: If the recipe has a mask and nothing to train beside it, names files that are missing, or
-            cannot be shared by so many processes.
-    """
+    """Refuse, by a LeanKError, what can be refused of a run without the model and a folder."""
     check_training(recipe)
     if num_ranks == 1:
         return

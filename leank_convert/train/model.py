@@ -72,11 +72,7 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
 
 
 def find_trainable(model: str | Path, recipe: Recipe) -> ModelFiles:
-    """Find a model, as `find_model` does, whose layers and V are such that a recipe can make its mask.
-
-    Raises:
-        LeanKError: As `find_model`; also if transformers is too old for its layers, or V cannot be pruned.
-    """
+    """Find a model, as `find_model`, and refuse one whose layers or V are such that no mask can be made."""
     files = find_model(model, recipe)
     if recipe.trains or recipe.held_out_samples or recipe.key_mean or recipe.value_pruning_ratio:
         check_layers(files.facts, files.name)

@@ -118,11 +118,7 @@ def _follow(
 
 
 def check_layers(facts: ModelFacts, name: str) -> None:
-    """Check that several questions can go on from what a model's layers hold of a context.
-
-    Raises:
-        LeanKError: If some hold a state, and transformers is too old to go on from it.
-    """
+    """Refuse, by a LeanKError, layers with states that this transformers cannot go on from."""
     if facts.has_states and not hasattr(Cache, "get_recurrent_state"):
         raise LeanKError(
             f"model `{name}` has layers with linear attention, and transformers {transformers_version} is "

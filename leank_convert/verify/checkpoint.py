@@ -37,11 +37,7 @@ from leank_convert.verify.source import compare_with_source
 
 
 def verify_weights(path: str | Path, source: str | Path | None) -> Report:
-    """Check a checkpoint's digests, headers, shapes and masks, and compare it with its source.
-
-    Raises:
-        LeanKError: If `path` is no LeanK checkpoint, or `source` is no complete model.
-    """
+    """Check a checkpoint against itself, and compare it with its source; raises as `verify_checkpoint`."""
     folder = Path(path)
     config, leank = read_leank_config(folder)
     original = None if source is None else open_checkpoint(resolve_model(source))

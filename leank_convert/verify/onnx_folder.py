@@ -37,11 +37,7 @@ _PROMPT_SIZE = 16
 
 
 def verify_onnx(path: str | Path, source: str | Path | None) -> Report:
-    """Check an ONNX folder's digests, run its graph, and compare it with its source, a model or a checkpoint.
-
-    Raises:
-        LeanKError: If one of ONNX's packages is missing, or `source` is no complete model.
-    """
+    """Check an ONNX folder, run its graph, and compare it with its source; raises as `verify_checkpoint`."""
     check_available()
     original = None if source is None else open_checkpoint(resolve_model(source))
     folder, checks = Path(path), Checks()

@@ -25,15 +25,10 @@ def append_by_slot(
     slots: torch.Tensor,
     window_slots: torch.Tensor,
 ) -> None:
-    """Write tokens to both groups' pages, in place.
+    """Write tokens' keys and values `[T, H_kv, D]` to both groups' pages, in place.
 
-    Args:
-        keys: `[T, H_kv, D]`.
-        values: `[T, H_kv, D]`.
-        store: What they are written to.
-        layout: How the layer's channels are cut.
-        slots: Page times P plus place of each token `[T]`; of padding -1, and page 0 is nobody's.
-        window_slots: The same of the window's pages.
+    Slots `[T]` are page times P plus place of each token, in its kept page and its window page; of padding
+    -1, and page 0 is nobody's.
     """
     places, window_places = (
         (where // pool.shape[2], where % pool.shape[2])
@@ -60,12 +55,7 @@ def view_tables(
 ) -> StoredView:
     """Say what columns see of a store, from its tables alone.
 
-    Args:
-        store: The store.
-        seen: Tokens that a column sees `[B, q]`.
-        pruned: Pruned ones among them `[B, q]`.
-        sink_size: Tokens at the front that are never pruned.
-        max_length: Upper bound of `seen` (host).
+    They see `seen` tokens `[B, q]`, `max_length` at most (host), and `pruned` ones among them `[B, q]`.
     """
     lists, sizes = [], (store.kept_keys.shape[2], store.window_keys.shape[2])
     tables = (store.page_table, None), (store.window_table, sink_size)  # which may be one tensor
@@ -87,17 +77,9 @@ def attend_densely(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally; the last query is the last token's.
+    """Attend causally; the last query `[q, H, D]` is the last token's, of keys and values `[n, H_kv, D]`.
 
-    Args:
-        query: `[q, H, D]`.
-        keys: `[n, H_kv, D]`.
-        values: `[n, H_kv, D]`.
-        softmax_scale: Factor on the logits.
-        sinks: Logits of the heads' attention sinks `[H]`; None without any.
-
-    Returns:
-        `[q, H, D]`.
+    Sinks are logits of the heads `[H]`, None without any; what comes out is `[q, H, D]`.
     """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]

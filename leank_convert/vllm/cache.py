@@ -27,15 +27,11 @@ class LeanKKeptSpec(FullAttentionSpec):
 # Not a FullAttentionSpec: vLLM groups specs by the class that they are instances of.
 @dataclass(frozen=True, kw_only=True)
 class LeanKWindowSpec(AttentionSpec):
-    """Dropped channels of K and V, of whole tokens.
+    """Dropped channels of K and V, of whole tokens."""
 
-    Attributes:
-        sizes: Of the window.
-        is_handed_over: Whether another engine answers, which reads a prompt's last token again, and that
-            attends to the whole prompt.
-    """
-
-    sizes: Windows
+    sizes: Windows  # of the window
+    # Whether another engine answers, which reads a prompt's last token again, and that attends to the whole
+    # prompt.
     is_handed_over: bool = False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:

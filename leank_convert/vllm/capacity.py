@@ -14,29 +14,18 @@ from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a pool holds.
+    """What a pool holds."""
 
-    Attributes:
-        blocks: Pages of the pool.
-        requests: Requests that decode at once, whichever part of their tokens is the prompt.
-    """
-
-    blocks: int
-    requests: int
+    blocks: int  # pages of the pool
+    requests: int  # requests that decode at once, whichever part of their tokens is the prompt
 
 
 def count_dense(
     num_heads: int, head_dim: int, element_bytes: int, memory: int, tokens: int, block_size: int = BLOCK_SIZE
 ) -> Capacity:
-    """Count what fits of a dense model.
+    """Count what fits of a dense model, by KV heads of all layers, for requests of so many tokens.
 
-    Args:
-        num_heads: KV heads of all layers.
-        head_dim: D.
-        element_bytes: Bytes of one number in the cache.
-        memory: Bytes of the pool.
-        tokens: Tokens of a request, prompt and answer.
-        block_size: Tokens of a page.
+    The pool has `memory` bytes; a request's tokens are those of prompt and answer.
     """
     blocks = memory // (2 * num_heads * head_dim * element_bytes * block_size)
     return Capacity(blocks, max(blocks - 1, 0) // -(-tokens // block_size))
@@ -52,17 +41,9 @@ def count_pruned(
     block_size: int = BLOCK_SIZE,
     value_widths: Sequence[Sequence[int]] | None = None,
 ) -> Capacity:
-    """Count what fits of a LeanK model, of one rank.
+    """Count what fits of a LeanK model, of one rank, as `count_dense` does, by kept channels `[L][H_kv]`.
 
-    Args:
-        widths: Kept channels `[L][H_kv]`.
-        head_dim: D.
-        element_bytes: Bytes of one number in the cache.
-        sizes: The window's.
-        memory: Bytes of the pool.
-        tokens: Tokens of a request, prompt and answer.
-        block_size: Tokens of a kept page.
-        value_widths: Kept channels of V `[L][H_kv]`; None where V is not pruned.
+    Those of V, `value_widths`, are None where V is not pruned.
     """
     values = None if value_widths is None else tuple(map(tuple, value_widths))
     stages = ((0, len(widths)),)

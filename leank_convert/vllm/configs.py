@@ -11,29 +11,12 @@ from leank_convert._runtime import configuration_leank as runtime
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 
 SERVED = ("0.32", "0.33")
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "phi3",
-    "glm4",
-    "glm4_moe",
-    "mixtral",
-    "granite",
-    "ministral3",
-    "ernie4_5",
-    "smollm3",
-    "seed_oss",
-    "olmo2",
-    "olmo3",
-    "gemma3_text",
-    "gpt_oss",
-    "qwen3_next",
-)
 MIXED = ("olmo3", "gemma3_text", "gpt_oss", "qwen3_next")
 """Families of which layers that are not pruned are served, too."""
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "glm4_moe", "mixtral", "granite"),
+    *("ministral3", "ernie4_5", "smollm3", "seed_oss", "olmo2", *MIXED),
+)
 _LACKS_IMAGES = "vLLM's model asks for torchvision, which its build for CPUs lacks, so it was never run"
 _REASONS = {
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",

@@ -66,17 +66,11 @@ def take_heads(layout: ChunkLayout, heads: Sequence[int]) -> ChunkLayout:
 
 
 def deal_heads(layers: Sequence[ChunkLayout], num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Give each rank its KV heads of every layer, so that all ranks' pages are about alike in size.
+    """Give each rank its KV heads `[rank][layer]`, ascending, so that all ranks' pages are about alike.
 
     A checkpoint sorts heads by width: in its order one rank would have all narrow ones. Within a layer heads
-    are dealt in turn, forth and back; the heaviest hand goes to the rank that has least so far.
-
-    Args:
-        layers: How the channels of every layer's heads are cut.
-        num_ranks: Ranks of tensor parallelism. Where they are more than the heads, several have the same one.
-
-    Returns:
-        KV heads `[rank][layer]`, ascending.
+    are dealt in turn, forth and back; the heaviest hand goes to the rank that has least so far. Where ranks
+    of tensor parallelism are more than the heads, several have the same one.
     """
     num_heads = len(layers[0].widths)
     num_hands = min(num_ranks, num_heads)
@@ -97,15 +91,10 @@ def deal_heads(layers: Sequence[ChunkLayout], num_ranks: int) -> tuple[tuple[tup
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Pages of a rank.
+    """Pages of a rank."""
 
-    Attributes:
-        layers: How the channels of the rank's heads are cut, of each of its layers.
-        parts: Which page of a block each of them lies in.
-    """
-
-    layers: tuple[ChunkLayout, ...]
-    parts: tuple[int, ...]
+    layers: tuple[ChunkLayout, ...]  # how the channels of the rank's heads are cut, of each of its layers
+    parts: tuple[int, ...]  # which page of a block each of them lies in
 
     @cached_property
     def starts(self) -> tuple[Numbers, ...]:
@@ -131,26 +120,16 @@ def _behind(start: Numbers, layout: ChunkLayout) -> Numbers:
 
 @dataclass(frozen=True)
 class ModelPages:
-    """Pages of all ranks, of tensor and of pipeline parallelism.
+    """Pages of all ranks, of tensor and of pipeline parallelism."""
 
-    Attributes:
-        widths: Kept channels `[L][H_kv]`.
-        head_dim: D.
-        num_ranks: Ranks of tensor parallelism.
-        stages: The first layer of every stage of a pipeline, and one past its last.
-        num_parts: Pages of a block, each of some of a stage's layers.
-        least: Numbers that a page has at least, for what layers of other kinds hold.
-        window_step: Tokens of a window page are a multiple of it.
-        value_widths: Kept channels of V `[L][H_kv]`; None where V is not pruned.
-    """
-
-    widths: tuple[tuple[int, ...], ...]
-    head_dim: int
-    num_ranks: int
-    stages: tuple[tuple[int, int], ...]
-    num_parts: int = 1
-    least: int = 0
-    window_step: int = STEP
+    widths: tuple[tuple[int, ...], ...]  # kept channels `[L][H_kv]`
+    head_dim: int  # D
+    num_ranks: int  # ranks of tensor parallelism
+    stages: tuple[tuple[int, int], ...]  # the first layer of every stage of a pipeline, and one past its last
+    num_parts: int = 1  # pages of a block, each of some of a stage's layers
+    least: int = 0  # numbers that a page has at least, for what layers of other kinds hold
+    window_step: int = STEP  # tokens of a window page are a multiple of it
+    # Kept channels of V `[L][H_kv]`; None where V is not pruned.
     value_widths: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
@@ -209,15 +188,11 @@ class ModelPages:
         return max(kept * block_size, window * self.window_block_size(block_size), self.least)
 
     def beside(self, num_others: int, least: int, block_size: int) -> ModelPages:
-        """Split blocks for a model with layers of other kinds, for few groups at little cost.
+        """Split blocks for a model with so many layers of other kinds, for few groups at little cost.
 
         A group has as many of these as a block has pages. But the fewer pruned layers share a page the more
-        the widest say how large all are: by an eighth at most.
-
-        Args:
-            num_others: Layers of other kinds.
-            least: Numbers of the smallest page that one of them can have.
-            block_size: Tokens of a kept page.
+        the widest say how large all are: by an eighth at most. `least` are the numbers of the smallest page
+        that a layer of another kind can have.
         """
         splits = [
             replace(self, num_parts=count, least=least)
@@ -229,31 +204,21 @@ class ModelPages:
 
 
 class LayerPages(NamedTuple):
-    """Where one layer lies in the pages of both groups, as the decode kernels take it.
+    """Where one layer lies in the pages of both groups, as the decode kernels take it."""
 
-    Attributes:
-        kept_keys: Kept channels of all tokens `[pages, C, P, E]`.
-        values: Kept channels of V of all tokens `[pages, C_values, P, F]`.
-        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
-        window_values: Dropped channels of V of the same `[window_pages, C_dropped_values, P_window, F]`.
-    """
-
-    kept_keys: torch.Tensor
-    values: torch.Tensor
-    window_keys: torch.Tensor
+    kept_keys: torch.Tensor  # kept channels of all tokens `[pages, C, P, E]`
+    values: torch.Tensor  # kept channels of V of all tokens `[pages, C_values, P, F]`
+    window_keys: torch.Tensor  # dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`
+    # Dropped channels of V of the same `[window_pages, C_dropped_values, P_window, F]`.
     window_values: torch.Tensor
 
 
 def view_layer(
     kept: torch.Tensor, window: torch.Tensor | None, layout: ChunkLayout, start: Numbers
 ) -> LayerPages:
-    """View one layer's part of the pages of both groups.
+    """View one layer's part of the pages of both groups, from where it begins in a token's numbers.
 
-    Args:
-        kept: Pages `[pages, 1, P, numbers]`, each contiguous.
-        window: Pages `[window_pages, 1, P_window, numbers]`; None where nothing is dropped.
-        layout: How the layer's channels are cut.
-        start: Where the layer begins in a token's numbers.
+    Pages are `[pages, 1, P, numbers]`, each contiguous; `window` is None where nothing is dropped.
     """
     size, value_size = layout.chunk_size, layout.value_chunk
     num_kept, num_dropped = layout.num_kept_chunks, layout.num_dropped_chunks

@@ -9,20 +9,10 @@ _SCALES = ("weight_scale", "weight_scale_inv", "weight_zero_point")
 
 
 def count_of_head(name: str, tensor: torch.Tensor, dim: int, num_heads: int, head_dim: int) -> int | None:
-    """Count a head's numbers in a tensor of a quantized checkpoint.
+    """Count a head's numbers along `dim`, in which heads lie, in a tensor of a quantized projection.
 
-    Args:
-        name: The tensor's name.
-        tensor: What belongs to a projection of attention.
-        dim: The dimension that heads lie in, of the weight.
-        num_heads: Heads of the weight.
-        head_dim: D.
-
-    Returns:
-        The number along `dim`; None if all heads share one.
-
-    Raises:
-        ValueError: If two heads share a number and others do not, or the layout is not known.
+    None if all heads share one; ValueError if two share a number and others do not, or the layout is not
+    known.
     """
     kind = name.rpartition(".")[2]
     if tensor.numel() == 1:

@@ -23,14 +23,7 @@ _TILELANG = (0, 1, 15)
 
 
 def check_options(vllm_config: Any) -> None:
-    """Raise unless a LeanK cache can be kept with these options.
-
-    Args:
-        vllm_config: The engine's `VllmConfig`.
-
-    Raises:
-        ValueError: If one of them asks for what is not supported.
-    """
+    """Raise ValueError unless a LeanK cache can be kept with the options of an engine's `VllmConfig`."""
     for message in _problems(vllm_config):
         raise ValueError(f"a LeanK checkpoint cannot be served so: {message}")
 

@@ -24,19 +24,12 @@ from leank_convert.vllm.rule import pruned_tokens
 
 
 class Prompt(NamedTuple):
-    """A part of a prompt that is read in this step.
+    """A part of a prompt that is read in this step."""
 
-    Attributes:
-        request: Its number in the batch.
-        first: Its first token in the step's input, and one past the last.
-        stop: See `first`.
-        num_tokens: Tokens of the request up to its end.
-    """
-
-    request: int
-    first: int
-    stop: int
-    num_tokens: int
+    request: int  # its number in the batch
+    first: int  # its first token in the step's input
+    stop: int  # one past its last there
+    num_tokens: int  # tokens of the request up to its end
 
     @property
     def is_fresh(self) -> bool:
@@ -46,19 +39,12 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Prompts side by side in the step's input, all fresh or none.
+    """Prompts side by side in the step's input, all fresh or none."""
 
-    Attributes:
-        parts: The prompts.
-        starts: Each one's first token in the run, and one past the last `[n + 1]`, int32.
-        key_starts: The same of all their tokens, earlier ones among them.
-        requests: Their requests `[n]`, int32.
-    """
-
-    parts: tuple[Prompt, ...]
-    starts: torch.Tensor
-    key_starts: torch.Tensor
-    requests: torch.Tensor
+    parts: tuple[Prompt, ...]  # the prompts
+    starts: torch.Tensor  # each one's first token in the run, and one past the last `[n + 1]`, int32
+    key_starts: torch.Tensor  # the same of all their tokens, earlier ones among them
+    requests: torch.Tensor  # their requests `[n]`, int32
 
     @cached_property
     def tokens(self) -> slice:
@@ -83,23 +69,16 @@ class PromptRun:
 
 @dataclass
 class Rows:
-    """Rows of columns, all as long as the longest; what layers share is made by the first that asks.
+    """Rows of columns, all as long as the longest; what layers share is made by the first that asks."""
 
-    Attributes:
-        seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
-        pruned: Pruned ones among them `[B, d]`, int32.
-        is_wide: Whether a row may have more columns than a decode step.
-        tokens: The column's token in the step's input `[B, d]`; None where every request is a row, in order.
-        real: Places of columns that are no padding among all `[n]`; None where none is.
-        requests: The row's request `[B]`; None with `tokens` None.
-    """
-
-    seen: torch.Tensor
-    pruned: torch.Tensor
-    is_wide: bool = False
+    seen: torch.Tensor  # tokens of its row that a column sees, itself among them `[B, d]`, int32
+    pruned: torch.Tensor  # pruned ones among them `[B, d]`, int32
+    is_wide: bool = False  # whether a row may have more columns than a decode step
+    # The column's token in the step's input `[B, d]`; None where every request is a row, in order.
     tokens: torch.Tensor | None = None
+    # Places of columns that are no padding among all `[n]`; None where none is.
     real: torch.Tensor | None = None
-    requests: torch.Tensor | None = None
+    requests: torch.Tensor | None = None  # the row's request `[B]`; None with `tokens` None
     _tables: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
     _plan: torch.Tensor | None = field(default=None, repr=False)
     _view: StoredView | None = field(default=None, repr=False)
@@ -135,11 +114,8 @@ class Rows:
 def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int, sizes: Windows) -> Rows:
     """Make a row of each request, all with as many new tokens; asks the device nothing.
 
-    Args:
-        lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of a request that is padding.
-        prompts: Tokens of its prompt `[B]`, int32.
-        num_columns: New tokens of each.
-        sizes: The window's.
+    `lengths` are their tokens, the new ones counted, 0 of padding, `prompts` those of prompts, both int32
+    `[B]`.
     """
     later = torch.arange(num_columns - 1, -1, -1, dtype=torch.int32, device=lengths.device)
     seen = (lengths[:, None] - later).clamp(min=0)
@@ -156,17 +132,13 @@ def cut_requests(
 ) -> tuple[list[list[tuple[int, int, int, int]]], list[list[Prompt]]]:
     """Cut the requests of a step into rows and runs of prompts, on the host.
 
-    Args:
-        starts: First token of every request in the step's input, and one past the last of all.
-        lengths: Tokens of every request, the new ones counted; of one that decodes at least as many.
-        prompts: Tokens of its prompt.
-        most_columns: Most tokens of a prompt that make a row although it is read at once.
-        num_columns: Columns of a decode step.
-        most_keys: Tokens that the prompts of a run which is not fresh have together; one prompt has no more.
+    `starts` are their first tokens in the step's input, and one past the last of all, `lengths` their tokens,
+    the new ones counted, `prompts` those of prompts. A prompt of up to `most_columns` tokens makes a row
+    although it is read at once; prompts of a run which is not fresh have no more than `most_keys` together,
+    and one prompt has no more.
 
-    Returns:
-        Rows of at most `num_columns` tokens and longer ones, each its request, its first token, their number
-        and how many of the request are behind them; and runs.
+    Returned are rows of at most `num_columns` tokens and longer ones, each its request, its first token,
+    their number and how many of the request are behind them; and runs.
     """
     rows: list[list[tuple[int, int, int, int]]] = [[], []]
     runs: list[list[Prompt]] = []
@@ -205,18 +177,9 @@ def cut_step(
     num_columns: int,
     most_keys: int,
 ) -> tuple[list[Rows], list[PromptRun]]:
-    """Cut a step into rows and runs of prompts: one copy to the device, which is not waited for.
+    """Cut a step as `cut_requests` does, by what the host knows: one copy to the device, not waited for.
 
-    Args:
-        starts: As in `cut_requests`, like those without an entry here.
-        host_lengths: Its `lengths`.
-        host_prompts: Its `prompts`.
-        lengths: Tokens of every request `[B]`, int32; they may be fewer than the host knows.
-        prompts: Tokens of its prompt `[B]`, int32.
-        sizes: The window's.
-        most_columns: See `cut_requests`.
-        num_columns: See there.
-        most_keys: See there.
+    On the device `lengths` and `prompts` are int32 `[B]`; lengths may be fewer than the host knows.
     """
     rows, runs = cut_requests(starts, host_lengths, host_prompts, most_columns, num_columns, most_keys)
     parts: list[torch.Tensor] = []

@@ -18,15 +18,9 @@ from leank_convert._runtime.windows_leank import Windows
 
 
 def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: Windows) -> torch.Tensor:
-    """Count the pruned ones among the tokens that queries see.
+    """Count the pruned ones among the tokens that queries see, each itself among them, both int32 `[B, d]`.
 
-    Args:
-        seen: Tokens of its row that a query sees, itself among them, int32 `[B, d]`.
-        prompts: Tokens of the row's prompt, int32 `[B]`.
-        sizes: The window's.
-
-    Returns:
-        int32 `[B, d]`.
+    `prompts` are the tokens of each row's prompt, int32 `[B]`.
     """
     prompts = prompts[:, None]
     first = pruned_after_prefill(prompts, sizes.sink_size, sizes.recent_size)

@@ -11,11 +11,7 @@ from leank_convert.errors import LeanKError
 
 
 def list_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files with these suffixes in a folder and below it, in order.
-
-    Raises:
-        LeanKError: If there is no such folder.
-    """
+    """The files with these suffixes in a folder and below, in order; LeanKError if there is no folder."""
     if not folder.is_dir():
         raise LeanKError(
             f"data folder `{folder}` {'is a file' if folder.exists() else 'does not exist'}",
