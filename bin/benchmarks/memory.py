@@ -15,7 +15,6 @@ import torch
 from transformers import DynamicCache
 
 from bin.benchmarks.generate import call_generate
-from bin.benchmarks.geometries import TOY
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, DENSE, OURS, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio, share
@@ -48,7 +47,7 @@ def benchmark_memory(
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
     most = None if limit is None else round(limit * 1e9)
-    allocated, prefill = _TOY_SIZES if setup.geometry.name == TOY else _SIZES
+    allocated, prefill = _TOY_SIZES if setup.is_toy else _SIZES
     lengths = [sum(case) for case in largest] + [allocated[0]]
     with checked_models({OURS: setup}, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.

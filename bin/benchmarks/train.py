@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
-from bin.benchmarks.geometries import TOY
-from bin.benchmarks.measuring import peak_bytes, release_memory, time_replays
+from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize, time_replays
 from bin.benchmarks.random_models import Setup, build_stock, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.architectures import ModelFacts
@@ -56,7 +55,7 @@ def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
     Raises:
         LeanKError: If the length leaves nothing to prune.
     """
-    questions, question_size = _TOY_QUESTIONS if setup.geometry.name == TOY else _QUESTIONS
+    questions, question_size = _TOY_QUESTIONS if setup.is_toy else _QUESTIONS
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
     if length < least:
@@ -188,7 +187,11 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup) ->
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = time_replays(None, call, device, rounds=_ROUNDS)
+        def whole() -> None:
+            call()
+            synchronize(device)  # launches of a round do not hide behind the one before
+
+        timing = time_replays(None, whole, device, rounds=_ROUNDS)
         return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.

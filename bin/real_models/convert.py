@@ -39,21 +39,22 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = 
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         found = load_gguf_checkpoint(str(gguf), True, model, torch.bfloat16)  # type: ignore[no-untyped-call]
+        weights = found["tensors"]
+        # The tied embedding may be there twice: of the two the head has more bits.
+        weights["model.embed_tokens.weight"] = weights.setdefault(
+            "lm_head.weight", weights["model.embed_tokens.weight"]
+        )
+        model.load_state_dict(weights, assign=True)
+        tokenizer: Any = _build_tokenizer(
+            found["tokenizer"],
+            chat_template=found["tokenizer_config"]["chat_template"],
+            model_max_length=config.max_position_embeddings,
+        )
     except Exception as error:  # whatever packages of other releases make of the file
         raise LeanKError(
-            f"package `gguf` cannot read `{gguf}`: {first_line(error)}", hint="run bin/setup"
+            f"transformers and its package `gguf` cannot read `{gguf}`: {first_line(error)}",
+            hint="run bin/setup, which installs releases that can",
         ) from error
-    weights = found["tensors"]
-    # The tied embedding may be there twice: of the two the head has more bits.
-    weights["model.embed_tokens.weight"] = weights.setdefault(
-        "lm_head.weight", weights["model.embed_tokens.weight"]
-    )
-    model.load_state_dict(weights, assign=True)
-    tokenizer: Any = _build_tokenizer(
-        found["tokenizer"],
-        chat_template=found["tokenizer_config"]["chat_template"],
-        model_max_length=config.max_position_embeddings,
-    )
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     generation = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -66,7 +66,9 @@ class Experiment:
         if out.exists() and any(out.iterdir()) and self._mark != found:
             raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
         self._deadline = None if minutes is None else time.time() + 60 * minutes
-        text = None if texts is None or not (texts / LEARNING).is_file() else texts / LEARNING
+        text = None if texts is None else texts / LEARNING
+        if plan.has_basis and text is not None and not text.is_file():
+            raise LeanKError(f"`{texts}` holds no `{LEARNING}`", hint="`bin/fetch-texts FOLDER` writes it")
         self.bench = Bench(plan, model, out, choose_device(device), text)
         self.parts = {
             part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)

@@ -251,7 +251,7 @@ def test_windows_of_a_mask_have_to_go_with_the_recipes_lengths():
     windows = {"sink_size": 1, "recent_size": 2, "flush_size": 1}
     data = {"wording": "testbed", "tasks": ["retrieval"], "min_length": 70, "max_length": 80}
     recipe = Recipe(mask="testbed-70", value_pruning_ratio=0.5, windows=windows, data=data)
-    with pytest.raises(LeanKError, match="with mask testbed-70`: `data.max_length` 80 leaves nothing"):
+    with pytest.raises(LeanKError, match=r"with mask testbed-70`: `data\.max_length` 80 leaves nothing"):
         choose_recipe(recipe, "testbed", training=True)
 
 
