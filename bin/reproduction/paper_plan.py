@@ -15,7 +15,6 @@ from bin.reproduction.plan import (
     VALIDATION,
     Cell,
     Entry,
-    Pace,
     Part,
     Plan,
     Round,
@@ -46,7 +45,6 @@ _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.wh
 _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands beside LeanK on a real model
 _HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
 _SHOWN = (MAIN_RATIO, _HARD_RATIO)
-_TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
 # Variants of `evaluate --also` whose scores stand beside their caches' bytes, alone and on LeanK's channels.
 _ALONE = (
     "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
@@ -83,7 +81,6 @@ class Sizes:
     num_validation: int = 48  # prompts of each task and length that settings are chosen on
     validation_lengths: tuple[int, ...] = ()  # of these prompts; none: all lengths
     batch_tokens: int = 2**20
-    pace: Pace = _TOY_PACE
     # What a real model is asked besides; without text it is the shipped one, which knows no language.
     text: TextPlan | None = None
     compared_lengths: tuple[int, ...] = (4096, 7680)  # of prompts on which caches are compared by their bytes
@@ -144,7 +141,6 @@ SMOLLM2 = Sizes(
     lengths=(1024, 2048, 4096, 7680),
     num_prompts=64,
     validation_lengths=(1024, 4096),
-    pace=Pace(mask=55, prefill=0.006, answer=0.01, slow=0.04, text=9),
     text=TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24),
 )
 
@@ -175,7 +171,6 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
         ),
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
-        pace=sizes.pace,
         pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
         packaged=(MAIN,) if packaged else (),
     )

@@ -104,25 +104,6 @@ class TextPlan(NamedTuple):
     learned_on: float = 0.0  # the share of each kind, at its beginning, that masks may have been learned on
 
 
-class Pace(NamedTuple):
-    """Rough seconds on one H200, for a forecast before anything is measured."""
-
-    mask: float  # a run
-    prefill: float  # a prompt of 1,024 tokens, once for all caches
-    answer: float  # a prompt's answer by one cache
-    slow: float  # the same by one that no kernels read
-    text: float  # texts of one kind and length, by one cache
-
-    def of(self, entry: Entry) -> float:
-        """Of a prompt's answer."""
-        has_kernel = entry.kind == "dense" or (entry.kind == "mask" and entry.kv_dtype != "int4")
-        return self.answer if has_kernel else self.slow
-
-    def of_prompt(self, length: int) -> float:
-        """Of a prefill, whose attention grows by the square."""
-        return self.prefill * length / 1024 * (1 + length / 32768)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that is made, measured and told."""
@@ -134,7 +115,6 @@ class Plan:
     parts: tuple[Part, ...]  # in the order in which they are asked
     tables: tuple[Table, ...]  # of the report
     batch_tokens: int  # of prompts that are answered together
-    pace: Pace  # for the forecast
     pairs: tuple[tuple[Row, Row], ...] = ()  # rows whose difference is told beside those of the tables
     text: TextPlan | None = None  # None for a model that knows no language
     # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
