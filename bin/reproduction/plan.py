@@ -15,13 +15,10 @@ MAIN_RATIO = 0.7  # the pruning ratio that all tables show
 MAIN_VALUES = 0.5  # that of V beside it, where V is pruned
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
+FLOOR = 0.2
+"""Of a real model's cells those count in which the dense model scores more."""
 GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")
 """Changes to a real model's recipe where gates of heads are trained."""
-SHORT = (
-    "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
-    "data.max_length=512", "data.questions_per_context=1",
-)  # fmt: skip
-"""Changes to a real model's recipe that leave a few hundred tokens of everything."""
 
 
 class Cell(NamedTuple):
@@ -110,11 +107,11 @@ class Plan:
 
     title: str  # of the report
     recipe: str  # name of the recipe that every run changes
-    overrides: tuple[str, ...]  # changes to it that all runs share
     runs: Mapping[str, Run]  # masks, by the name of their folder, in the order they are made
     parts: tuple[Part, ...]  # in the order in which they are asked
     tables: tuple[Table, ...]  # of the report
     batch_tokens: int  # of prompts that are answered together
+    overrides: tuple[str, ...] = ()  # changes to the recipe that all runs share
     pairs: tuple[tuple[Row, Row], ...] = ()  # rows whose difference is told beside those of the tables
     text: TextPlan | None = None  # None for a model that knows no language
     # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
