@@ -14,7 +14,7 @@ _FEW = (
     "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
     "stage2.validation_contexts=0", "heads.steps=2", "calibration_prompts=1", "held_out_samples=0",
 )  # fmt: skip
-_FEW_TOKENS = 480
+_FEW_TOKENS, _ANSWER = 480, 20  # of a prompt, and of its answer: more than are flushed at a time
 
 
 def make_plan(name: str, *, quick: bool, on_gpu: bool, packaged: bool = False, values: bool = False) -> Plan:
@@ -52,7 +52,9 @@ def _shrink(plan: Plan) -> Plan:
 
 def _shrink_part(plan: Plan, part: Part) -> Part:
     """The first and the last task; a prompt in the first of its rounds, and one more in each further."""
-    cells = [cell._replace(length=_FEW_TOKENS) for cell in (part.cells[0], part.cells[-1])]
+    cells = [
+        cell._replace(length=_FEW_TOKENS, most_tokens=_ANSWER) for cell in (part.cells[0], part.cells[-1])
+    ]
     known = {each.num_prompts for other in plan.parts if other.name == part.name for each in other.rounds}
     counts = {count: place for place, count in enumerate(sorted(known), start=1)}
     rounds = tuple(each._replace(num_prompts=counts[each.num_prompts]) for each in part.rounds)
