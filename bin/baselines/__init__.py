@@ -80,20 +80,15 @@ def make_variants(
     ]
 
 
-def _compare(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
-    method = name.removeprefix("leank+")
-
-    def find(evaluated: EvaluatedModel) -> list[Variant]:
-        if "layers" in evaluated.leank:
-            raise LeanKError(
-                f"`{name}` is not known of a model with layers that are not pruned, as this one has",
-                hint="take a variant that the package has, such as window, think, fp8 or int4",
-            )
-        masks, mean = evaluated.channel_masks, evaluated.key_mean
-        return make_variants(method, masks, alone=name == method, key_mean=mean)
-
-    return find
+def _compare(name: str, evaluated: EvaluatedModel) -> list[Variant]:
+    if "layers" in evaluated.leank:
+        raise LeanKError(
+            f"`{name}` is not known of a model with layers that are not pruned, as this one has",
+            hint="take a variant that the package has, such as window, think, fp8 or int4",
+        )
+    method, masks = name.removeprefix("leank+"), evaluated.channel_masks
+    return make_variants(method, masks, alone=name == method, key_mean=evaluated.key_mean)
 
 
-VARIANTS = {name: _compare(name) for name in BASELINES}
+VARIANTS = {name: partial(_compare, name) for name in BASELINES}
 """What `--also` takes of these."""

@@ -74,7 +74,7 @@ def main(
     """Make masks, let their caches answer the same prompts, and write what was found to OUT/tables.md.
 
     Of testbed and smollm2: the paper's experiments, masks by every method. Of qwen2.5-coder: LeanK's masks
-    and rounded caches, keys centred and not. How long it takes is said before it begins.
+    and rounded caches, keys centred and not. Before it begins and at its end it says what is left.
 
     OUT (default: out/reproduce, for others out/reproduce-MODEL, -packaged or -values behind it) keeps masks
     and answers: run the same command again, and it goes on where it was. Several at once share the work.
@@ -101,10 +101,12 @@ def main(
         if worker is not None:
             experiment.work(f"worker {worker}: ")
             return
-        click.echo(experiment.forecast(workers), err=True)
+        click.echo(experiment.count_left(), err=True)
         if workers > 1:
             run_workers(sys.argv[1:], workers)
-        click.echo(experiment.run())
+        report = experiment.run()
+        click.echo(experiment.count_left(), err=True)
+        click.echo(report)
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint

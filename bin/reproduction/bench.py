@@ -50,9 +50,9 @@ class Masks:
 
     def __init__(self, plan: Plan, model: str, folder: Path, device: torch.device) -> None:
         self._plan, self._model, self._folder, self._device = plan, model, folder, device
-        self._recipes: dict[str, Recipe] = {}
+        self._recipes = {name: self._load_recipe(name) for name in plan.runs}
         self._read: dict[str, dict[float, ChannelMask]] = {}
-        named = self._recipe(MAIN).model.id or model
+        named = self._recipes[MAIN].model.id or model
         self.packaged = {
             name: {ratio: _find_packaged(named, ratio) for ratio in plan.runs[name].ratios}
             for name in plan.packaged
@@ -87,7 +87,7 @@ class Masks:
         Raises:
             LeanKError: As `train_masks`; also if the folder holds a run of another recipe.
         """
-        recipe, directory = self._recipe(name), TrainingDirectory(self._folder / name)
+        recipe, directory = self._recipes[name], TrainingDirectory(self._folder / name)
         if not recipe.trains:
             # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
             shutil.rmtree(directory.out, ignore_errors=True)
@@ -96,20 +96,17 @@ class Masks:
             self._check_recipe(name, directory.recipe)
         train_masks(self._model, directory.out, recipe=recipe, resume=resume, device=self._device)
 
-    def _recipe(self, name: str) -> Recipe:
-        if name not in self._recipes:
-            run = self._plan.runs[name]
-            ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
-            # No trackers: a run's log says enough of it.
-            overrides = [*self._plan.overrides, *run.overrides, ratios, "trackers=[]"]
-            self._recipes[name] = load_recipe(self._plan.recipe, overrides)
-        return self._recipes[name]
+    def _load_recipe(self, name: str) -> Recipe:
+        run = self._plan.runs[name]
+        # No trackers: a run's log says enough of it.
+        others = f"pruning_ratio={list(run.ratios)}", "trackers=[]"
+        return load_recipe(self._plan.recipe, [*self._plan.overrides, *run.overrides, *others])
 
     def _results(self, name: str) -> dict[float, TrainingDirectory]:
-        return TrainingDirectory(self._folder / name).results(self._recipe(name))
+        return TrainingDirectory(self._folder / name).results(self._recipes[name])
 
     def _check_recipe(self, name: str, kept: Path) -> None:
-        if kept.exists() and kept.read_text() != self._recipe(name).to_yaml():
+        if kept.exists() and kept.read_text() != self._recipes[name].to_yaml():
             raise LeanKError(
                 f"`{self._folder / name}` was made by another recipe (`{kept}`)",
                 hint="remove this folder, or name another output folder",

@@ -22,7 +22,7 @@ from bin.reproduction.bench import Bench
 from bin.reproduction.fetch_texts import LEARNING
 from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row, singles
 from bin.reproduction.texts import Texts, find_kinds
-from bin.reproduction.units import Unit, forecast, work_off
+from bin.reproduction.units import Unit, find_waiting, work_off
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import fill_caches
@@ -78,9 +78,10 @@ class Experiment:
         self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
         self._chosen: dict[Row, tuple[Entry, dict[str, float]]] = {}
 
-    def forecast(self, num_workers: int = 1) -> str:
-        """How long what is left takes, in one line."""
-        return forecast(self.list_units(), self.out, num_workers)
+    def count_left(self) -> str:
+        """How many units are not done, in one line."""
+        units = self.list_units()
+        return f"{len(find_waiting(units, set()))} of {len(units)} units left"
 
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
@@ -125,19 +126,18 @@ class Experiment:
         """All units, in the order in which they are begun."""
         plan, masks = self.plan, self.bench.masks
         units = [
-            Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run), (), plan.pace.mask)
-            for run in plan.runs
+            Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run)) for run in plan.runs
         ]
         basis = self.bench.basis_file
         if basis is not None:
-            units.append(Unit("basis", basis.exists, self.bench.measure_basis, (), plan.pace.mask))
+            units.append(Unit("basis", basis.exists, self.bench.measure_basis))
         if plan.has_scales:
             measure = partial(self.bench.measure_scales, MAIN)
             done = self.bench.scales_file.exists
             needs = (f"masks/{MAIN}", *(["basis"] if plan.has_basis else []))
-            units.append(Unit("constants", done, measure, needs, plan.pace.mask))
+            units.append(Unit("constants", done, measure, needs))
         units += self._list_text_units()
-        last: dict[str, tuple[int, str]] = {}
+        last: dict[str, str] = {}
         for part in plan.parts:
             units += self._list_rounds(part, last)
         if plan.weighed:
@@ -151,7 +151,6 @@ class Experiment:
         rows: Sequence[Row],
         is_done: Callable[[list[Entry]], bool],
         make: Callable[[list[Entry]], None],
-        seconds: float = 0.0,
         needs: Iterable[str] = (),
     ) -> Unit:
         """A unit of rows' entries, which are known once validation is done."""
@@ -160,35 +159,31 @@ class Experiment:
             lambda: is_done(self._pick(rows)),
             lambda: make(self._pick(rows)),
             (*self._needs(rows), *needs),
-            seconds,
         )
 
-    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterator[Unit]:
+    def _list_rounds(self, part: Part, last: dict[str, str]) -> Iterator[Unit]:
         """A unit for every cell and round of a part; notes each cell's last one."""
-        answers, pace = self.parts[part.name], self.plan.pace
+        answers = self.parts[part.name]
         for each, cell in itertools.product(part.rounds, part.cells):
-            before, *needs = last.get(cell.name + part.name, (0,))
-            prompt = pace.of_prompt(cell.length) + sum(pace.of(row[0]) for row in each.rows)
+            before = last.get(cell.name + part.name)
             yield self._list_unit(
                 name := _name_unit(part, cell, each),
                 each.rows,
                 partial(answers.is_done, cell, each.num_prompts),
                 partial(answers.ask, cell, each.num_prompts),
-                prompt * (each.num_prompts - before),
-                map(str, needs),
+                [before] if before else (),
             )
-            last[cell.name + part.name] = each.num_prompts, name
+            last[cell.name + part.name] = name
 
     def _list_text_units(self) -> Iterator[Unit]:
         for texts in self.texts:
-            rows, seconds = texts.plan.rows, self.plan.pace.text * len(texts.plan.rows)
             for length in texts.plan.lengths:
                 is_done, feed = partial(_has, partial(texts.fed, length)), partial(texts.feed, length)
-                yield self._list_unit(f"text/{texts.kind}-{length}", rows, is_done, feed, seconds)
+                yield self._list_unit(f"text/{texts.kind}-{length}", texts.plan.rows, is_done, feed)
         for texts in self.texts:
             if rows := texts.plan.answering:
-                is_done, seconds = partial(_has, texts.answered), self.plan.pace.text * len(rows)
-                yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer, seconds)
+                is_done = partial(_has, texts.answered)
+                yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Units that make what these rows answer by."""

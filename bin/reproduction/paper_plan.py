@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from bin.reproduction.plan import (
     DENSE,
     EVERY_CHANNEL,
+    FLOOR,
     GATES,
     MAIN,
     MAIN_RATIO,
-    SHORT,
     VALIDATION,
     Cell,
     Entry,
-    Pace,
     Part,
     Plan,
     Round,
@@ -46,7 +45,6 @@ _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.wh
 _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands beside LeanK on a real model
 _HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
 _SHOWN = (MAIN_RATIO, _HARD_RATIO)
-_TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
 # Variants of `evaluate --also` whose scores stand beside their caches' bytes, alone and on LeanK's channels.
 _ALONE = (
     "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
@@ -76,52 +74,25 @@ class Sizes:
         ("retrieval",), ("multi_value",), ("retrieval", "multi_value"),
     )  # fmt: skip
     short_lengths: tuple[int, ...] = (1024,)  # the longest context of runs that are then asked longer ones
-    # Of the test prompts: RULER's tasks with the most tokens of an answer; none: the recipe's own.
+    # Of the test prompts of a real model: RULER's tasks with the most tokens of an answer. None: those of the
+    # recipe, for the shipped model, which knows no language.
     ruler: tuple[tuple[str, int], ...] = ()
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
     num_prompts: int = 200  # test prompts of each task and length
     num_validation: int = 48  # prompts of each task and length that settings are chosen on
     validation_lengths: tuple[int, ...] = ()  # of these prompts; none: all lengths
     batch_tokens: int = 2**20
-    pace: Pace = _TOY_PACE
-    # What a real model is asked besides; without text it is the shipped one, which knows no language.
-    text: TextPlan | None = None
-    compared_lengths: tuple[int, ...] = (4096, 7680)  # of prompts on which caches are compared by their bytes
-    num_compared: int = 64  # of each task and length
-    ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
-    ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
-    floor: float = 0.2  # a task at a length is left out where the dense model scores no more
-    # Prompts of a cell that the dense model alone answers, then all others too, then it and the main mask.
-    ruler_rounds: tuple[int, int, int] = (16, 64, 200)
 
     def shrink(self) -> Sizes:
-        """A few steps and prompts of everything."""
-        steps = (
-            "stage1.steps=2", "stage2.steps=1", "stage2.validation_contexts=1", "heads.steps=2",
-            "calibration_prompts=1", "held_out_samples=1",
-        )  # fmt: skip
+        """As few masks as each table can do with."""
         return replace(
             self,
-            overrides=(*SHORT, *steps),
             ratios=_SHOWN,
             l1_weights=(),
             num_seeds=1,
             width_multiples=(),
-            task_choices=(("retrieval",),),
-            short_lengths=(480,),
-            ruler=self.ruler[:1],
-            lengths=(512,),
-            num_prompts=1,
-            num_validation=1,
-            validation_lengths=(),
-            batch_tokens=1024,
-            text=self.text and TextPlan((300,), num_fed=4, num_texts=2, answer_tokens=8, num_answers=2),
-            compared_lengths=(448, 480),
-            num_compared=1,
-            ruler_tasks=("niah_single_2", "fwe"),
-            ruler_lengths=(448,),
-            floor=-1.0,
-            ruler_rounds=(1, 1, 2),
+            task_choices=self.task_choices[:1],
+            short_lengths=self.short_lengths[:1],
         )
 
 
@@ -144,9 +115,8 @@ SMOLLM2 = Sizes(
     lengths=(1024, 2048, 4096, 7680),
     num_prompts=64,
     validation_lengths=(1024, 4096),
-    pace=Pace(mask=55, prefill=0.006, answer=0.01, slow=0.04, text=9),
-    text=TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24),
 )
+_TEXT = TextPlan((4096,), num_fed=256, num_texts=16, answer_tokens=512, num_answers=24)
 
 
 def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
@@ -159,10 +129,8 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
     open_rows = singles(dict.fromkeys(entry for row in rows if len(row) > 1 for entry in row))
     validation = _list_cells(sizes, recipe, sizes.validation_lengths or sizes.lengths)
     test = _list_cells(sizes, recipe, sizes.lengths)
-    chosen, shown = (
-        Round(sizes.num_validation, ((DENSE,), *open_rows)),
-        Round(sizes.num_prompts, ((DENSE,), *rows)),
-    )
+    chosen = Round(sizes.num_validation, ((DENSE,), *open_rows))
+    shown = Round(sizes.num_prompts, ((DENSE,), *rows))
     worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
     plan = Plan(
         title=f"The LeanK paper's experiments on {sizes.model}",
@@ -175,16 +143,13 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
         ),
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
-        pace=sizes.pace,
         pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
         packaged=(MAIN,) if packaged else (),
     )
-    return plan if sizes.text is None else _add_real(plan, sizes, sizes.text, compared, recipe)
+    return _add_real(plan, sizes, compared, recipe) if sizes.ruler else plan
 
 
-def _add_real(
-    plan: Plan, sizes: Sizes, text: TextPlan, compared: Mapping[tuple[str, float], Row], recipe: Recipe
-) -> Plan:
+def _add_real(plan: Plan, sizes: Sizes, compared: Mapping[tuple[str, float], Row], recipe: Recipe) -> Plan:
     """What only a model of natural language can be asked."""
     curve = tuple(compared[MAIN, ratio][0] for ratio in sizes.ratios)
     main = compared[MAIN, MAIN_RATIO][0]
@@ -197,21 +162,21 @@ def _add_real(
         *(Entry(name, "beside", MAIN_RATIO, MAIN) for name in _PRODUCTS),
     )
     weighed = (*curve, *beside)
-    rounds = zip(sizes.ruler_rounds, ((), others, ((main,),)), strict=True)
-    ruler = Part(
-        "ruler",
-        _RULER_SEED,
-        tuple(Cell(task, length) for length in sizes.ruler_lengths for task in sizes.ruler_tasks),
-        tuple(Round(count, ((DENSE,), *rows)) for count, rows in rounds),
-        sizes.floor,
-    )
-    cells = _list_cells(sizes, recipe, sizes.compared_lengths)
-    asked = Round(sizes.num_compared, ((DENSE,), *singles(weighed)))
+    # The dense model alone, then all others too, then it and the main mask.
+    rounds = Round(16, ((DENSE,),)), Round(64, ((DENSE,), *others)), Round(200, singles([DENSE, main]))
+    tasks = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
+    ruled = tuple(Cell(task, length) for length in sizes.lengths for task in tasks)
+    compared_on = _list_cells(sizes, recipe, (4096, 7680))
+    asked = Round(64, singles([DENSE, *weighed]))
     return replace(
         plan,
-        parts=(*plan.parts, ruler, Part("compared", _COMPARED_SEED, cells, (asked,))),
+        parts=(
+            *plan.parts,
+            Part("ruler", _RULER_SEED, ruled, rounds, FLOOR),
+            Part("compared", _COMPARED_SEED, compared_on, (asked,)),
+        ),
         tables=(Table("RULER's tasks", "ruler", labelled), *plan.tables),
-        text=text._replace(rows=(*others, *singles(beside)), answering=((DENSE,), *others)),
+        text=_TEXT._replace(rows=(*others, *singles(beside)), answering=((DENSE,), *others)),
         weighed=(DENSE, *weighed),
         weighed_on="compared",
     )

@@ -15,13 +15,10 @@ MAIN_RATIO = 0.7  # the pruning ratio that all tables show
 MAIN_VALUES = 0.5  # that of V beside it, where V is pruned
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
+FLOOR = 0.2
+"""Of a real model's cells those count in which the dense model scores more."""
 GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")
 """Changes to a real model's recipe where gates of heads are trained."""
-SHORT = (
-    "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
-    "data.max_length=512", "data.questions_per_context=1",
-)  # fmt: skip
-"""Changes to a real model's recipe that leave a few hundred tokens of everything."""
 
 
 class Cell(NamedTuple):
@@ -104,37 +101,17 @@ class TextPlan(NamedTuple):
     learned_on: float = 0.0  # the share of each kind, at its beginning, that masks may have been learned on
 
 
-class Pace(NamedTuple):
-    """Rough seconds on one H200, for a forecast before anything is measured."""
-
-    mask: float  # a run
-    prefill: float  # a prompt of 1,024 tokens, once for all caches
-    answer: float  # a prompt's answer by one cache
-    slow: float  # the same by one that no kernels read
-    text: float  # texts of one kind and length, by one cache
-
-    def of(self, entry: Entry) -> float:
-        """Of a prompt's answer."""
-        has_kernel = entry.kind == "dense" or (entry.kind == "mask" and entry.kv_dtype != "int4")
-        return self.answer if has_kernel else self.slow
-
-    def of_prompt(self, length: int) -> float:
-        """Of a prefill, whose attention grows by the square."""
-        return self.prefill * length / 1024 * (1 + length / 32768)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that is made, measured and told."""
 
     title: str  # of the report
     recipe: str  # name of the recipe that every run changes
-    overrides: tuple[str, ...]  # changes to it that all runs share
     runs: Mapping[str, Run]  # masks, by the name of their folder, in the order they are made
     parts: tuple[Part, ...]  # in the order in which they are asked
     tables: tuple[Table, ...]  # of the report
     batch_tokens: int  # of prompts that are answered together
-    pace: Pace  # for the forecast
+    overrides: tuple[str, ...] = ()  # changes to the recipe that all runs share
     pairs: tuple[tuple[Row, Row], ...] = ()  # rows whose difference is told beside those of the tables
     text: TextPlan | None = None  # None for a model that knows no language
     # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.

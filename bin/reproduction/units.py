@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from leank_convert.files import read_json_lines
 from leank_convert.folders import BusyError, locked
 
 _TIMES = "times.jsonl"
@@ -34,7 +33,6 @@ class Unit:
     is_done: Callable[[], bool]  # whether its result is there, whole; asked where all that it needs is done
     make: Callable[[], None]  # leaves the result; goes on from what a killed one left
     needs: tuple[str, ...] = ()  # names of units that have to be done before
-    seconds: float = 0.0  # how long it takes, roughly
 
 
 def work_off(
@@ -50,7 +48,7 @@ def work_off(
     none is begun once time `is_up`.
     """
     done: set[str] = set()
-    while waiting := _find_waiting(units, done):
+    while waiting := find_waiting(units, done):
         if is_up():
             return
         for unit in waiting:
@@ -60,19 +58,7 @@ def work_off(
             time.sleep(_WAIT_SECONDS)
 
 
-def forecast(units: Sequence[Unit], out: Path, num_workers: int) -> str:
-    """How long what is left takes, in one line: by rough figures, or by `times.jsonl` once it has some."""
-    took = {found["unit"]: found["seconds"] for found in read_json_lines(out / _TIMES)}
-    done = [unit for unit in units if unit.name in took and unit.seconds]
-    pace = sum(took[unit.name] for unit in done) / sum(unit.seconds for unit in done) if done else 1.0
-    waiting = _find_waiting(units, set())
-    minutes = pace * sum(unit.seconds for unit in waiting) / num_workers / 60
-    basis = "the pace measured here" if done else "rough figures of one H200, not of this machine"
-    shared = f", shared by {num_workers} workers" if num_workers > 1 else ""
-    return f"{len(waiting)} of {len(units)} units left: about {minutes:,.0f} minutes{shared}, by {basis}"
-
-
-def _find_waiting(units: Sequence[Unit], done: set[str]) -> list[Unit]:
+def find_waiting(units: Sequence[Unit], done: set[str]) -> list[Unit]:
     """Units that are left; adds the others to `done`."""
     for unit in units:
         if unit.name not in done and done.issuperset(unit.needs) and unit.is_done():

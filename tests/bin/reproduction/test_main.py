@@ -1,6 +1,7 @@
 """The command: which plan it takes, and how it tells an error."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,8 @@ def run(monkeypatch):
             def __init__(self, *given):
                 asked.append(given)
 
-            def forecast(self, num_workers):
-                return f"forecast of {num_workers}"
+            def count_left(self):
+                return ""
 
             def run(self):
                 if failure is not None:
@@ -66,7 +67,8 @@ def test_workers_are_processes_of_the_same_command(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/tables.md\n"), done.stderr
-    assert "shared by 2 workers" in done.stderr and "Traceback" not in done.stderr
+    assert len(re.findall(r"^(\d+) of \1 units left$", done.stderr, re.M)) == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_mistakes_are_told_with_their_remedy(run, tmp_path):

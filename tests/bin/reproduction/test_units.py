@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from bin.reproduction import units
-from bin.reproduction.units import Unit, forecast, work_off
+from bin.reproduction.units import Unit, work_off
 
 SPAWN = multiprocessing.get_context("spawn")
 NAMES = ("a", "b", "c", "d")
@@ -72,15 +72,3 @@ def test_what_a_killed_process_had_begun_is_done_by_another(tmp_path, monkeypatc
     assert [name for name, _ in _begun(tmp_path)] == ["a", "b", "c", "a", "d"]
     noted = [json.loads(line)["unit"] for line in (tmp_path / "times.jsonl").read_text().splitlines()]
     assert noted == ["b", "c", "a", "d"]
-
-
-def test_minutes_that_are_left_go_by_rough_figures_until_something_was_measured(tmp_path):
-    units = [Unit(name, (tmp_path / name[0]).exists, str, (), 60.0) for name in ("a/1", "b/1", "c/2", "d/2")]
-    told = forecast(units, tmp_path, 2)
-    assert told.startswith(
-        "4 of 4 units left: about 2 minutes, shared by 2 workers, by rough figures of one H200"
-    )
-    (tmp_path / "a").touch()
-    (tmp_path / "times.jsonl").write_text(json.dumps({"unit": "a/1", "seconds": 600.0}) + "\n")
-    told = forecast(units, tmp_path, 1)
-    assert told == "3 of 4 units left: about 30 minutes, by the pace measured here"
