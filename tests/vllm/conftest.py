@@ -52,8 +52,7 @@ LONGEST_FIRST = (
     "test_drafts.py",
     "test_server.py",
     "test_capacity.py",
-    "test_values.py",
-    "test_adapters.py",
+    "test_weights.py",
 )
 
 
