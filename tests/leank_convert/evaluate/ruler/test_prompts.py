@@ -34,9 +34,8 @@ def test_a_question_is_the_same_at_every_length(plain_tokenizer, draw):
 
 
 def test_prompt_and_room_for_the_answer_fill_the_length(tokenizer, draw):
-    head = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
-    ).split("?")[0]
+    chat = [{"role": "user", "content": "?"}]
+    head = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split("?")[0]
     for task in RULER_TASKS:
         (prompt,) = draw(tokenizer, task, num_samples=1)
         assert prompt.max_new_tokens == MAX_NEW_TOKENS.get(task, 128)
