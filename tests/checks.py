@@ -50,7 +50,7 @@ def rejected(*arguments):
 def refusal(message="", *hints, exit_code=2):
     """What is within has to be refused, in short: a pattern of what is told, and parts of the remedy."""
     with pytest.raises(LeanKError, match=message) as caught:
-        yield
+        yield caught
     error = caught.value
     assert all(hint in (error.hint or "") for hint in hints), error.hint
     assert error.exit_code == exit_code and len(error.message) < 600 and "\n" not in error.message

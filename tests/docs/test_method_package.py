@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from leank_convert.mask import load_mask
+from tests.checks import run_python
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(?:python|toml)\n# (\S+)\n(.*?)```", re.DOTALL)
@@ -31,12 +32,7 @@ def site(tmp_path_factory):
 def command(site, *arguments):
     given = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(site), given]))}
-    return subprocess.run(
-        [sys.executable, "-m", "leank_convert", *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return run_python("-m", "leank_convert", *arguments, env=environment)
 
 
 def test_a_method_of_an_installed_package_makes_a_mask(site, tmp_path):

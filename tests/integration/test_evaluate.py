@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,10 +172,8 @@ def test_dense_and_pruned_answers_end_at_the_same_tokens(convert, tmp_path):
 
 
 def test_a_prompt_too_long_for_the_memory_is_told_of(convert, monkeypatch):
-    def fail(*arguments, **options):
-        raise torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
-
-    monkeypatch.setattr("leank_convert.evaluate.answering.run_prefill", fail)
+    error = torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
+    monkeypatch.setattr("leank_convert.evaluate.answering.run_prefill", Mock(side_effect=error))
     with refusal(r"1 prompts of up to .*: tried to allocate 80 GiB", "take shorter prompts", exit_code=1):
         compare(convert("half"))
 

@@ -8,7 +8,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from leank_convert.architectures import read_model_facts
 from leank_convert.config_class import refused_by_transformers
 from leank_convert.config_overrides import apply_config_overrides
-from leank_convert.errors import LeanKError
 from leank_convert.rope import ROPE_TYPES, read_rope_parameters
 from tests.checks import refusal
 from tests.tiny_families import FAMILIES
@@ -91,9 +90,8 @@ def test_rope_parameters_are_those_that_transformers_reads(keys):
     ],
 )
 def test_another_spelling_of_a_family_is_suggested_never_another_family(given, meant):
-    with pytest.raises(LeanKError, match="`x`: unknown architecture: `model_type` is ") as caught:
+    with refusal("`x`: unknown architecture: `model_type` is ", "supported: `llama`") as caught:
         read_model_facts({**LLAMA, "model_type": given}, origin="x")
-    assert len(caught.value.message) < 300 and "supported: `llama`" in str(caught.value.hint)
     assert ("did you mean" in str(caught.value.hint)) == (meant is not None)
     assert meant is None or f"did you mean `{meant}`?" in str(caught.value.hint)
 
@@ -102,10 +100,7 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
     ("changes", "message"),
     [
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, not a whole number from 1"),
-        (
-            {"num_hidden_layers": 4096, "num_key_value_heads": 8, "head_dim": 4096},
-            "more than 16777216 channels",
-        ),
+        ({"num_hidden_layers": 4096, "num_key_value_heads": 8, "head_dim": 4096}, "more than 16777216 chann"),
         ({"hidden_size": 65}, "The hidden size (65) is not a multiple"),
         ({"max_position_embeddings": 10**400}, "`max_position_embeddings` is an integer of 1329 bits"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0, not a number from"),
@@ -129,9 +124,8 @@ def test_another_spelling_of_a_family_is_suggested_never_another_family(given, m
     ],
 )
 def test_senseless_configs_are_refused(changes, message):
-    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+    with refusal(rf"^`config\.json`.*{re.escape(message)}") as caught:
         read_model_facts({**LLAMA, **changes}, origin="config.json")
-    assert caught.value.message.startswith("`config.json`") and len(caught.value.message) < 600
     if "no full" in message:
         assert caught.value.hint == "kinds known of this family: full_attention, sliding_attention"
 
@@ -235,9 +229,8 @@ WEIGHTS = "the weights fix this key; it cannot be overridden"
     ids=str,
 )
 def test_overrides_that_make_no_sense_or_change_the_model_are_refused(overrides, message, hint):
-    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+    with refusal(re.escape(message), hint):
         apply_config_overrides(LLAMA, overrides)
-    assert hint in (caught.value.hint or "") and len(caught.value.message) < 300
 
 
 @pytest.mark.parametrize(
@@ -245,13 +238,13 @@ def test_overrides_that_make_no_sense_or_change_the_model_are_refused(overrides,
 )
 def test_a_refusal_without_words_is_put_into_some(error, reason):
     told = f"`c` is refused by transformers: {reason}"
-    with pytest.raises(LeanKError, match=told), refused_by_transformers("c"):
+    with refusal(told), refused_by_transformers("c"):
         raise error
 
 
 def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden():
     gemma = {**LLAMA, "model_type": "gemma3_text", "sliding_window_pattern": 2}
-    with pytest.raises(LeanKError, match=r"`config_overrides.rope_theta`: kinds of layers of `gemma3_text`"):
+    with refusal(r"`config_overrides.rope_theta`: kinds of layers of `gemma3_text`"):
         apply_config_overrides(gemma, {"rope_theta": 1e7})
 
 

@@ -1,5 +1,6 @@
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,11 +93,8 @@ def test_adapters_and_gguf_get_their_hint(source_model, tmp_path):
 
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
 def test_a_file_that_cannot_be_written_keeps_its_old_content(step, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     write_atomically(tmp_path / "file", (b"o", b"l", b"d"))
-    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr(step, Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device") as caught:
         write_atomically(tmp_path / "file", b"new")
     assert caught.value.filename == str(tmp_path / "file")

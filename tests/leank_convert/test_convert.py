@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,17 +151,12 @@ def test_a_mask_keeps_its_own_mean_and_scales_are_of_keys_less_that(biased, mask
 
 
 def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe, tmp_path, monkeypatch):
-    measured = []
-
-    def note(model, recipe, **options):
-        measured.append(recipe)
-        return measure_cache(model, recipe, **options)
-
-    monkeypatch.setattr(convert, "measure_cache", note)
+    measure = Mock(wraps=measure_cache)
+    monkeypatch.setattr(convert, "measure_cache", measure)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     imported = ChannelMask(mask.channel_mask)
     convert.export_model(biased, imported, tmp_path / "out", recipe=recipe, config_overrides=rope)
-    assert [dict(recipe.model.config_overrides) for recipe in measured] == [rope]
+    assert [dict(call.args[1].model.config_overrides) for call in measure.call_args_list] == [rope]
     assert load_mask(tmp_path / "out" / MASK_FILE_NAME).provenance.rope_parameters["rope_theta"] == 1e4
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,9 +97,6 @@ def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path):
 
 
 def test_where_nothing_can_be_locked_a_warning_says_so(tmp_path, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", fail)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with locked(tmp_path / "lock", "busy"):
         assert "cannot be locked here" in caplog.text

@@ -49,6 +49,13 @@ def test_importing_the_package_loads_no_library():
         ("export_checkpoint", ["testbed", None, "out"], {"overwrite": "no"}, "'no', neither true nor false"),
         ("train_mask", ["testbed", "out"], {"resume": "no"}, "'no', neither true nor false"),
         ("train_mask", ["testbed", 5], {}, "5 cannot be a path"),
+        (
+            "evaluate_checkpoint",
+            ["absent"],
+            {"num_samples": 0},
+            "`num_samples` is 0, not a whole number from 1",
+        ),
+        ("evaluate_checkpoint", ["absent"], {"also": ["windows"]}, "`windows`: no variant to compare with"),
         ("export_onnx", ["testbed", None, "out"], {"dtype": "bfloat16"}, "not one of float32, float16"),
     ],
 )

@@ -2,6 +2,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -17,13 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.errors import LeanKError
-from leank_convert.hub import (
-    check_repo_id,
-    hide_local_paths,
-    model_name,
-    push_to_hub,
-    resolve_model,
-)
+from leank_convert.hub import check_repo_id, hide_local_paths, model_name, push_to_hub, resolve_model
 from tests.checks import refusal
 
 
@@ -160,17 +155,13 @@ def test_what_is_no_folder_and_no_name_of_the_hubs_is_not_asked_of_it(
 
 
 def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
-    asked = {}
-
-    def download(repo_id, **options):
-        asked.update(options, repo_id=repo_id)
-        return str(tmp_path)
-
+    download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("owner/model") == tmp_path
-    assert asked["repo_id"] == "owner/model"
-    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(asked["allow_patterns"])
-    assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
+    assert download.call_args.args == ("owner/model",)
+    patterns = download.call_args.kwargs["allow_patterns"]
+    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(patterns)
+    assert not any(".bin" in pattern or pattern == "*" for pattern in patterns)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +181,7 @@ def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoi
         error = kind("refused\nand more", response=SimpleNamespace(headers={}, request=None))
     except TypeError:  # nothing that came from the hub
         error = kind("no connection\nand more")
-
-    def download(*_, **__):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
     with refusal(message):
         push_to_hub(checkpoint, "me/model") if uploads else resolve_model("me/model")

@@ -2,6 +2,7 @@ import dataclasses
 import math
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,11 +53,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.replace", fail)
+    monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(LeanKError, match=r"cannot write mask `.*m.safetensors`: No space left"):
         save_mask(ChannelMask(ragged_mask(seed=1)), path)
     assert path.read_bytes() == before
@@ -137,12 +134,7 @@ def test_what_is_no_file_larger_than_any_mask_or_of_a_newer_format_is_refused(tm
 
 
 def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(tmp_path, monkeypatch):
-    asked = []
-
-    def download(repo_id, name):
-        asked.append((repo_id, name))
-        return str(tmp_path / "cached")
-
+    download = Mock(return_value=str(tmp_path / "cached"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "one").mkdir(parents=True)
@@ -150,9 +142,9 @@ def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(tmp_path, monkey
     assert resolve_mask("owner/missing.pth") == Path("owner/missing.pth")
     assert resolve_mask(tmp_path / "no" / "such" / "thing") == tmp_path / "no" / "such" / "thing"
     assert resolve_mask("testbed-70").name == "testbed-70.safetensors"
-    assert asked == []
+    download.assert_not_called()
     assert resolve_mask("owner/Qwen2.5-7B-LeanK") == tmp_path / "cached"
-    assert asked == [("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")]
+    download.assert_called_once_with("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")
 
 
 def test_widths_and_ratio_of_any_mask():

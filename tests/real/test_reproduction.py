@@ -33,7 +33,5 @@ def test_every_table_of_the_report_is_filled(smollm2, tmp_path, name, values):
         assert held["leank+kivi+window"] < held["leank+kivi"] < held["kivi"] < held["fp8"] < held["dense"]
         assert held["leank+int4"] < held["int4"] < held["fp8"]
         answers = json.loads((tmp_path / "text" / "documentation-answers.json").read_text())
-        assert (
-            "| dense | " in report[report.index("## Answers of up to") :]
-            and len(answers["dense"]["answers"]) == 2
-        )
+        assert "| dense | " in report[report.index("## Answers of up to") :]
+        assert len(answers["dense"]["answers"]) == 2

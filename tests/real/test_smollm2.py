@@ -21,14 +21,8 @@ NEW_TOKENS = 24
 
 def needles(checkpoint, num_samples=16):
     """Scores of needles in prompts of about 700 tokens, all answered at once."""
-    return evaluate_checkpoint(
-        checkpoint,
-        tasks=["niah_single_2"],
-        lengths=[830],
-        num_samples=num_samples,
-        batch_size=num_samples,
-        device="cpu",
-    )
+    counts = {"num_samples": num_samples, "batch_size": num_samples}
+    return evaluate_checkpoint(checkpoint, tasks=["niah_single_2"], lengths=[830], **counts, device="cpu")
 
 
 def test_the_weights_are_those_that_transformers_reads(smollm2, tmp_path):
@@ -121,7 +115,5 @@ def test_a_chat_of_two_turns_goes_on_from_its_cache(ours, stock, tokenizer):
 
 
 def render(tokenizer, chat):
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return inputs["input_ids"]
+    options = {"return_tensors": "pt", "return_dict": False}
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from leank_convert.families import ARCHITECTURES
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
-from tests import tiny_families
+from tests import checks, tiny_families
 
 # Tokens of the prompts, and of every answer.
 LENGTHS, NEW = (30, 170, 500, 40, 901, 12), 60
@@ -53,8 +52,7 @@ LONGEST_FIRST = (
     "test_drafts.py",
     "test_server.py",
     "test_capacity.py",
-    "test_values.py",
-    "test_adapters.py",
+    "test_weights.py",
 )
 
 
@@ -116,9 +114,8 @@ def random_checkpoint(
         if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says
             own["rope_parameters"] = {**own["rope_parameters"], "factor": 64.0}
         torch.manual_seed(0)
-        model = getattr(transformers, family.causal_lm_class)(
-            getattr(transformers, family.config_class)(**{**sizes, **own})
-        )
+        config = getattr(transformers, family.config_class)(**{**sizes, **own})
+        model = getattr(transformers, family.causal_lm_class)(config)
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 torch.nn.init.normal_(parameter, std=0.15)
@@ -258,17 +255,19 @@ def ask(
     }
 
 
+def run_python(*arguments: object, timeout: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with vLLM's settings in a process of its own, which has to succeed."""
+    settings = {**os.environ, **ENVIRONMENT, **environment}
+    done = checks.run_python(*arguments, env=settings, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-8000:]
+    return done
+
+
 def run_engines(runs: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, Said]:
     """Runs of engines, one after the other in a process: that takes longer to start than they take."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps([*runs.values()])],
-        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=200 + 200 * len(runs),
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-8000:]
+    asked = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    timeout = 200 + 200 * len(runs)
+    done = run_python(HERE / "engine.py", json.dumps([*runs.values()]), timeout=timeout, **asked)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     names = [*runs, "then"][: len(lines)]  # of a run that another process takes over from
     return dict(zip(names, (Said(json.loads(line[5:])) for line in lines), strict=True))

@@ -4,6 +4,7 @@ import importlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,15 +50,11 @@ def test_another_process_compiles_by_our_packages_first(tmp_path, monkeypatch):
 
 
 def test_kernels_of_pages_are_compiled_once_for_all_numbers_of_columns(monkeypatch):
-    asked, of_pages = [], []
-
-    def decode_kernels(key):
-        asked.append(key)
-        return SimpleNamespace(key=key, arch="sm_90a")
-
-    monkeypatch.setattr(ahead, "DecodeKernels", decode_kernels)
-    monkeypatch.setattr(page_kernels, "compile_page_kernels", lambda *given: of_pages.append(given))
+    found, of_pages = Mock(side_effect=lambda key: SimpleNamespace(key=key, arch="sm_90a")), Mock()
+    monkeypatch.setattr(ahead, "DecodeKernels", found)
+    monkeypatch.setattr(page_kernels, "compile_page_kernels", of_pages)
     wide, other = replace(KEY, num_queries=64), replace(KEY, max_chunks=2)
     ahead.compile_all([KEY, wide, other])
-    assert set(asked) == {KEY, wide, other}
-    assert sorted(of_pages, key=str) == sorted([(KEY, "sm_90a"), (other, "sm_90a")], key=str)
+    assert {call.args for call in found.call_args_list} == {(KEY,), (wide,), (other,)}
+    asked = [call.args for call in of_pages.call_args_list]
+    assert sorted(asked, key=str) == sorted([(KEY, "sm_90a"), (other, "sm_90a")], key=str)

@@ -1,5 +1,7 @@
 """Attention over pages scattered in a pool agrees with softmax over each query's own keys, written out."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -83,9 +85,10 @@ def case(request):
 
 
 def written_out(query, keys, values, mask, seen, pruned, value_widths=None):
-    """One query `[H_kv, G, D]` over keys `[n, H_kv, D]`."""
-    token = torch.arange(seen)
+    """One query `[H_kv * G, D]` over keys `[n, H_kv, D]`."""
+    token = torch.arange(int(seen))
     whole = (token < SINK) | (token >= SINK + pruned)
+    query = query.unflatten(0, (len(mask), GROUPS))
     output = torch.zeros_like(query)
     for head in range(len(mask)):
         channels = whole[:, None] | mask[head]
@@ -95,7 +98,7 @@ def written_out(query, keys, values, mask, seen, pruned, value_widths=None):
         kept = HEAD_DIM if value_widths is None else value_widths[head]
         held = whole[:, None] | (torch.arange(HEAD_DIM) < kept)
         output[head] = scores.softmax(-1) @ (values[:seen, head] * held)
-    return output
+    return output.flatten(0, 1)
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])
@@ -107,18 +110,10 @@ def test_every_column_sees_what_its_numbers_say(case, num_columns):
     pruned = torch.stack([column * 4 + 20, column * 0, column * 8]).to(torch.int32)
     view = view_tables(store, seen, pruned, SINK, max(LENGTHS))
     output = decode_attention(query, store, view, layout=layout, softmax_scale=SCALE)
-    for row in range(3):
-        for number in range(num_columns):
-            expected = written_out(
-                query[row, :, number].unflatten(0, (len(mask), GROUPS)),
-                keys[row],
-                values[row],
-                mask,
-                int(seen[row, number]),
-                int(pruned[row, number]),
-                layout.value_widths,
-            )
-            torch.testing.assert_close(output[row, :, number], expected.flatten(0, 1))
+    for row, number in itertools.product(range(3), range(num_columns)):
+        given = query[row, :, number], keys[row], values[row], mask
+        expected = written_out(*given, seen[row, number], pruned[row, number], layout.value_widths)
+        torch.testing.assert_close(output[row, :, number], expected)
 
 
 def test_pages_that_were_given_back_are_not_read(case):
@@ -143,15 +138,8 @@ def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
     query = torch.randn(num_queries, len(mask) * GROUPS, HEAD_DIM)
     output = attend_densely(query, *gathered, SCALE)
     for number in range(num_queries):
-        expected = written_out(
-            query[number].unflatten(0, (len(mask), GROUPS)),
-            keys[0],
-            values[0],
-            mask,
-            71 - num_queries + number,
-            0,
-        )
-        torch.testing.assert_close(output[number], expected.flatten(0, 1))
+        expected = written_out(query[number], keys[0], values[0], mask, 71 - num_queries + number, 0)
+        torch.testing.assert_close(output[number], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
@@ -166,8 +154,7 @@ def test_a_mean_comes_off_keys_and_nothing_else_before_they_are_written(dtype):
         store = pages.map_memory(torch.clone)._replace(key_mean=key_mean)
         write_rows(store, layout, given, values)
         held.append([as_bytes(pool)[1:] for pool in store[:4]])
-    for pools in zip(*held, strict=True):
-        torch.testing.assert_close(*pools, rtol=0, atol=0)
+    torch.testing.assert_close(*held, rtol=0, atol=0)
 
 
 def test_padding_is_written_nowhere_that_is_read(case):
@@ -175,5 +162,4 @@ def test_padding_is_written_nowhere_that_is_read(case):
     before = [as_bytes(pool)[1:].clone() for pool in store[:4]]
     nowhere = torch.tensor([-1, -1])
     append_by_slot(keys[0, :2], values[0, :2], store, layout, nowhere, nowhere)
-    for pool, held in zip(store[:4], before, strict=True):
-        torch.testing.assert_close(as_bytes(pool)[1:], held, equal_nan=True)
+    torch.testing.assert_close([as_bytes(pool)[1:] for pool in store[:4]], before, equal_nan=True)

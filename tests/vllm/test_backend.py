@@ -23,6 +23,7 @@ from leank_convert.vllm.pages import Numbers, coming_block_size, numbers_of
 
 HEAD_DIM, GROUPS, SIZES = 32, 2, Windows(4, 8, 3)
 LAYOUT = ChunkLayout((0, 16, 32), HEAD_DIM, 16)
+NUM_HEADS, SCALE = len(LAYOUT.widths), 0.2
 PAGE, MOST_PAGES = 16, 6
 
 
@@ -71,7 +72,7 @@ def flash_attention(
         out[queries] = attend_densely(q[queries], k[keys], v[keys], softmax_scale, s_aux)
 
 
-def make_layer(kernels, is_fp8):
+def make_layer(kernels, is_fp8=False):
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in LAYOUT.widths])
     pools = [torch.randn(50, 1, PAGE, count, generator=generator) for count in numbers_of(LAYOUT)]
@@ -87,7 +88,7 @@ def make_layer(kernels, is_fp8):
         wide_kernels=kernels,
         page_kernels=kernels and PageKernels(),
         most_keys=200,
-        key_mean=torch.randn(1, len(LAYOUT.widths), HEAD_DIM, generator=generator),
+        key_mean=torch.randn(1, NUM_HEADS, HEAD_DIM, generator=generator),
         value_basis=None,
         key_scale=None,
         value_scale=None,
@@ -96,8 +97,7 @@ def make_layer(kernels, is_fp8):
         pools = [as_bytes(pool.to(FP8)) for pool in pools]
         layer.window.kv_cache = pools[1]
         layer.key_scale, layer.value_scale = (
-            2.0 ** torch.randint(-7, -4, (1, len(LAYOUT.widths), HEAD_DIM), generator=generator)
-            for _ in range(2)
+            2.0 ** torch.randint(-7, -4, (1, NUM_HEADS, HEAD_DIM), generator=generator) for _ in range(2)
         )
     return layer, pools[0]
 
@@ -137,98 +137,84 @@ def batch(queries, lengths, prompts, first_page=1):
     )
 
 
+def draw_states(num_tokens):
+    """Queries, keys and values of all heads."""
+    generator = torch.Generator().manual_seed(1)
+    counts = (NUM_HEADS * GROUPS, NUM_HEADS, NUM_HEADS)
+    return [torch.randn(num_tokens, count, HEAD_DIM, generator=generator) for count in counts]
+
+
+@pytest.fixture
+def forward(monkeypatch):
+    """Runs a step of a layer: its output, and the pages behind it but the first, which is nobody's."""
+
+    def run(layer, kept, said, *states, is_fp8=False, **options):
+        own, window = (make_builder(is_fp8=is_fp8).build(0, said) for _ in range(2))
+        context = SimpleNamespace(attn_metadata={"window": window})
+        monkeypatch.setattr(backend, "get_forward_context", lambda: context)
+        impl = LeanKImpl(NUM_HEADS * GROUPS, HEAD_DIM, SCALE, NUM_HEADS, **options)
+        impl.flash_attention = layer.kernels and flash_attention
+        output = torch.zeros_like(states[0])
+        impl.forward(layer, *states, kept, own, output)
+        return output, [pool[1:] for pool in (kept, layer.window.kv_cache)]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("queries", "lengths", "prompts"),
     [
         ([1, 1, 1], [80, 20, 5], [30, 20, 4]),
         ([3, 3, 3], [80, 20, 5], [30, 10, 4]),
         ([2, 2, 2], [80, 20, 0], [30, 10, 0]),  # the last is a captured step's padding
-        (
-            [1, 70, 3],
-            [80, 90, 5],
-            [30, 40, 4],
-        ),  # the second computes 20 tokens of its prompt, 50 of its answer
+        # The second computes 20 tokens of its prompt, 50 of its answer.
+        ([1, 70, 3], [80, 90, 5], [30, 40, 4]),
         ([1, 2, 40, 33, 70, 35, 50], [30, 96, 40, 33, 80, 90, 50], [20, 90, 40, 33, 80, 95, 50]),
     ],
     ids=["one token each", "drafts", "padding", "mixed", "prompts, some in chunks"],
 )
 @pytest.mark.parametrize(
     ("is_fp8", "sinks"),
-    [(False, None), (True, None), (False, torch.arange(len(LAYOUT.widths) * GROUPS) / 4)],
+    [(False, None), (True, None), (False, torch.arange(NUM_HEADS * GROUPS) / 4)],
     ids=["as they come", "fp8", "sinks"],
 )
-def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, sinks, monkeypatch):
-    num_heads = len(LAYOUT.widths)
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(sum(queries), count, HEAD_DIM, generator=generator)
-        for count in (num_heads * GROUPS, num_heads, num_heads)
-    )
-    said = batch(queries, lengths, prompts)
+def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, sinks, forward):
+    said, states = batch(queries, lengths, prompts), draw_states(sum(queries))
     real = said.slot_mapping >= 0
-    outputs, held = [], []
-    for kernels in (None, Kernels()):
-        layer, kept = make_layer(kernels, is_fp8)
-        steps = [make_builder(is_fp8=is_fp8).build(0, said) for _ in range(2)]
-        context = SimpleNamespace(attn_metadata={"window": steps[1]})
-        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
-        output = torch.zeros_like(query)
-        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads, sinks=sinks)
-        impl.flash_attention = kernels and flash_attention
-        impl.forward(layer, query, key, value, kept, steps[0], output)
-        outputs.append(output[real])
-        held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])  # page 0 is nobody's
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for pools in zip(*held, strict=True):
-        torch.testing.assert_close(*pools)
+    (expected, pools), (output, others) = (
+        forward(*make_layer(kernels, is_fp8), said, *states, is_fp8=is_fp8, sinks=sinks)
+        for kernels in (None, Kernels())
+    )
+    torch.testing.assert_close(output[real], expected[real])
+    torch.testing.assert_close(others, pools)
 
 
 @pytest.mark.parametrize("kernels", [None, Kernels()])
-def test_v_that_is_rotated_attends_as_where_it_came_rotated(kernels, monkeypatch):
+def test_v_that_is_rotated_attends_as_where_it_came_rotated(kernels, forward):
     """Of a layer with a basis, and of one whose weights have it: pages hold the same."""
-    num_heads, generator = len(LAYOUT.widths), torch.Generator().manual_seed(1)
     queries, lengths, prompts = [1, 2, 40, 33, 70], [30, 96, 40, 33, 80], [20, 90, 40, 33, 80]
-    query, key, value = (
-        torch.randn(sum(queries), count, HEAD_DIM, generator=generator)
-        for count in (num_heads * GROUPS, num_heads, num_heads)
-    )
-    basis = torch.linalg.qr(torch.randn(num_heads, HEAD_DIM, HEAD_DIM, generator=generator)).Q
-    rotated = torch.einsum("thd,hde->the", value, basis)
-    said, outputs, held = batch(queries, lengths, prompts), [], []
-    for own, values in ((basis, value), (None, rotated)):
-        layer, kept = make_layer(kernels, is_fp8=False)
+    query, key, value = draw_states(sum(queries))
+    generator = torch.Generator().manual_seed(2)
+    basis = torch.linalg.qr(torch.randn(NUM_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q
+    said, found = batch(queries, lengths, prompts), []
+    for own, values in ((basis, value), (None, torch.einsum("thd,hde->the", value, basis))):
+        layer, kept = make_layer(kernels)
         layer.value_basis = own
-        steps = [make_builder().build(0, said) for _ in range(2)]
-        context = SimpleNamespace(attn_metadata={"window": steps[1]})
-        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
-        outputs.append(torch.zeros_like(query))
-        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
-        impl.flash_attention = kernels and flash_attention
-        impl.forward(layer, query, key, values, kept, steps[0], outputs[-1])
-        held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])
-    back = torch.einsum("thge,hde->thgd", outputs[1].unflatten(1, (num_heads, -1)), basis).flatten(1, 2)
-    torch.testing.assert_close(outputs[0], back)
-    for pools in zip(*held, strict=True):
-        torch.testing.assert_close(*pools)
+        found.append(forward(layer, kept, said, query, key, values))
+    (output, pools), (rotated, others) = found
+    back = torch.einsum("thge,hde->thgd", rotated.unflatten(1, (NUM_HEADS, -1)), basis).flatten(1, 2)
+    torch.testing.assert_close(output, back)
+    torch.testing.assert_close(pools, others)
 
 
-def test_a_prompt_attends_to_what_it_is_not_to_what_pages_round_it_to(monkeypatch):
+def test_a_prompt_attends_to_what_it_is_not_to_what_pages_round_it_to(forward):
     """As in the runtime; what follows it in a further step attends to pages."""
-    torch.manual_seed(0)
-    num_heads = len(LAYOUT.widths)
-    query, key, value = (
-        torch.randn(20, count, HEAD_DIM) for count in (num_heads * GROUPS, num_heads, num_heads)
-    )
-    layer, kept = make_layer(None, is_fp8=True)
-    impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
-    expected = attend_densely(query, key, value, 0.2)
+    states, layer = draw_states(20), make_layer(None, is_fp8=True)
+    expected = attend_densely(*states, SCALE)
     for first, stop in ((0, 20), (17, 20)):
-        steps = [make_builder(is_fp8=True).build(0, batch([stop - first], [stop], [stop])) for _ in range(2)]
-        context = SimpleNamespace(attn_metadata={"window": steps[1]})
-        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
-        part, output = slice(first, stop), torch.zeros(stop - first, *query.shape[1:])
-        impl.forward(layer, query[part], key[part], value[part], kept, steps[0], output)
-        error = (output - expected[part]).norm() / expected[part].norm()
+        said = batch([stop - first], [stop], [stop])
+        output, _ = forward(*layer, said, *(own[first:stop] for own in states), is_fp8=True)
+        error = (output - expected[first:stop]).norm() / expected[first:stop].norm()
         assert error < 1e-6 if first == 0 else 1e-3 < error < 0.1
 
 

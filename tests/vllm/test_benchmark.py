@@ -1,14 +1,11 @@
 """`bin/benchmark serve` starts a server for each side, and prints what vLLM measured of toys."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.vllm.conftest import ENVIRONMENT
+from tests.vllm.conftest import run_python
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -20,15 +17,7 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 def test_all_sides_are_measured_on_as_much_memory():
     options = ("--device", "cpu", "--kv-dtype", "fp8", "--options", "--enforce-eager --block-size 32")
     options += ("--case", "96x8", "--case", "64x6x3")
-    done = subprocess.run(
-        [sys.executable, "-m", "bin.benchmarks", "serve", *options],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_python("-m", "bin.benchmarks", "serve", *options, timeout=600)
     document = json.loads(done.stdout.splitlines()[-1])
     ours, dense = document["sides"]["leank"], document["sides"]["dense"]
     assert document["memory_bytes"] == 20_000_000

@@ -6,25 +6,22 @@ Every wait has an end: clients' of 60 seconds.
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.vllm.conftest import ENVIRONMENT, answers_of, ask, run_engines
+from tests.checks import edit_json
+from tests.vllm.conftest import answers_of, ask, run_engines, run_python
 from tests.vllm.server import serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
-
-import os
 
 import psutil
 from openai import OpenAI, OpenAIError
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 MOST = 288  # tokens of a request in so small a pool, as vLLM says
-# Keys of the `leank` block, and what they are changed to; `None` removes the key.
+# Keys of the `leank` block, and what they are changed to; `...` removes the key.
 DAMAGES = {
     "format_version": 3,
     "widths": [[0, 13]],
@@ -56,30 +53,14 @@ print("SAID", json.dumps(said))
 """
 
 
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for key, value in changes.items():
-        config["leank"][key] = value
-        if value is None:
-            del config["leank"][key]
-    path.write_text(json.dumps(config))
-
-
 def test_a_malformed_config_is_refused_with_the_runtimes_sentence(checkpoint, tmp_path):
-    cases = [*DAMAGES.items(), *((key, None) for key in ("widths", "flush_size"))]
+    cases = [*DAMAGES.items(), *((key, ...) for key in ("widths", "flush_size"))]
+    whole = json.loads((checkpoint / "config.json").read_text())["leank"]
     folders = [shutil.copytree(checkpoint, tmp_path / str(number)) for number in range(len(cases))]
     for folder, (key, value) in zip(folders, cases, strict=True):
-        edit_config(folder, **{key: value})
-    done = subprocess.run(
-        [sys.executable, "-c", READ_CONFIGS, *map(str, folders)],
-        env={**os.environ, **ENVIRONMENT, "HF_HOME": str(tmp_path / "hub")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+        block = {name: item for name, item in {**whole, key: value}.items() if item is not ...}
+        edit_json(folder / "config.json", leank=block)
+    done = run_python("-c", READ_CONFIGS, *folders, timeout=300, HF_HOME=str(tmp_path / "hub"))
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     for (key, _), (runtime, engine) in zip(cases, said, strict=True):
         assert runtime.startswith("config.json: ") and key in runtime

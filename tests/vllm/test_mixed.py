@@ -1,6 +1,6 @@
 """Models with layers that are not pruned: these keep vLLM's own cache and attention beside a LeanK cache."""
 
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -71,11 +71,8 @@ def test_states_of_linear_attention_in_chunks_then_from_the_prefix_cache(random_
     hold_to_runtime(folder, said)
 
 
-@dataclass
-class Batch:
-    """What vLLM tells of a step."""
-
-    rswa_prefix_lens: torch.Tensor | None
+# What vLLM tells of a step.
+Batch = make_dataclass("Batch", ["rswa_prefix_lens"])
 
 
 class Stock(AttentionBackend):

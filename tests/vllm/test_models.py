@@ -59,14 +59,9 @@ def set_scales(scales):
     ids=["missing", "too short", "no power of two"],
 )
 def test_a_scale_that_is_wrong_is_named(damage, said):
-    scales = dict(SCALES)
-    name = "model.layers.1.self_attn.key_scale"
-    if damage is None:
-        del scales[name]
-    else:
-        scales[name] = damage
+    scales = {**SCALES, "model.layers.1.self_attn.key_scale": damage}
     with pytest.raises(ValueError, match=said):
-        set_scales(scales)
+        set_scales({name: scale for name, scale in scales.items() if scale is not None})
 
 
 def set_means(folder, damage=None):
@@ -87,11 +82,10 @@ def set_means(folder, damage=None):
         )
         for layer in range(2)
     ]
+    has = {"has_key_mean": True, "has_value_basis": True}
     model = SimpleNamespace(
         _attentions=attentions,
-        _settings=SimpleNamespace(
-            has_key_mean=True, has_value_basis=True, channel_masks=torch.ones(2, 4, 16)
-        ),
+        _settings=SimpleNamespace(**has, channel_masks=torch.ones(2, 4, 16)),
         _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
         _source=(str(folder), {"revision": None}),
     )
@@ -101,10 +95,8 @@ def set_means(folder, damage=None):
 
 @pytest.mark.parametrize("damage", ["missing", "another"])
 def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys and the basis of V, is missing or",
-    ):
+    told = f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys and the basis of V, is missing or"
+    with pytest.raises(ValueError, match=told):
         set_means(tmp_path, damage)
 
 
@@ -113,6 +105,17 @@ def test_means_and_bases_of_a_rank_are_those_of_its_heads(tmp_path):
         heads = [ORDERS[layer][head] for head in HEADS[1][layer]]
         assert torch.equal(attention.key_mean[0], MEANS[layer, heads].float())
         assert torch.equal(attention.value_basis, BASES[layer, heads])
+
+
+def model_of(layers, **known):
+    """A model whose heads have 16 channels, with what is known of it."""
+    model = object.__new__(_LeanKForCausalLM)
+    model.__dict__.update(_settings=SimpleNamespace(head_dim=16, layers=layers), **known)
+    return model
+
+
+def pages_of(heads):
+    return SimpleNamespace(heads=heads, widths=((),) * 2)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +131,8 @@ def test_means_and_bases_of_a_rank_are_those_of_its_heads(tmp_path):
 )
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     """Two query heads to each of K and V; of the layers that are pruned the first rank has heads 0 and 3."""
-    model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._num_heads = SimpleNamespace(head_dim=16, layers=(3, 5)), 8
-    model._pages, model._has_gate = SimpleNamespace(heads=HEADS, widths=((),) * 2), weight == "q_proj.bias"
-    model._quantized = False
+    known = {"_num_heads": 8, "_has_gate": weight == "q_proj.bias", "_quantized": False}
+    model = model_of((3, 5), **known, _pages=pages_of(HEADS))
     order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
     size = {"sinks": 1, "q_proj.bias": 2 * 16}.get(weight, 16)
     blocks = [torch.randn(len(order[states]) * size) for states in heads]
@@ -141,18 +142,13 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     ]
     name = f"model.layers.3.self_attn.{weight}"
     assert model.with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
-    of_one_rank = object.__new__(_LeanKForCausalLM)
-    of_one_rank.__dict__.update(
-        model.__dict__, _pages=SimpleNamespace(heads=((range(4),) * 2,), widths=((),) * 2)
-    )
-    del of_one_rank.__dict__["_head_orders"]
+    of_one_rank = model_of((3, 5), **known, _pages=pages_of(((range(4),) * 2,)))
     whole = torch.cat(blocks)
     assert of_one_rank.with_ordered_heads(name, whole) is whole
 
 
 def test_what_has_no_heads_stays_as_it_is():
-    model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16, layers=(0,)), True
+    model = model_of((0,), _has_output_bias=True)
     for name in ("0.self_attn.q_norm.weight", "0.self_attn.o_proj.bias", "0.mlp.up_proj.weight"):
         shared = torch.randn(16)
         assert model.with_ordered_heads(f"model.layers.{name}", shared) is shared
@@ -162,10 +158,10 @@ def test_what_has_no_heads_stays_as_it_is():
 
 def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
     """It drops it without a word."""
-    model = object.__new__(_LeanKForCausalLM)
-    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16, layers=(0,)), False
     with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
-        model.with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
+        model_of((0,), _has_output_bias=False).with_ordered_heads(
+            "model.layers.0.self_attn.o_proj.bias", torch.ones(16)
+        )
 
 
 def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():

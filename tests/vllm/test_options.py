@@ -5,11 +5,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import configs, refusals
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
 FLASH = SimpleNamespace(name="FLASH_ATTN")
 LEANK, CACHE, DTYPE = "model_config__hf_config__leank", "cache_config__cache_dtype", "model_config__dtype"
+MODEL_TYPE, LAYER_TYPES = (f"model_config__hf_config__{key}" for key in ("model_type", "layer_types"))
+NO_HYBRID, STAGES = (
+    "scheduler_config__disable_hybrid_kv_cache_manager",
+    "parallel_config__pipeline_parallel_size",
+)
+OWN_SIZE, PARSER = "cache_config__user_specified_block_size", "structured_outputs_config__reasoning_parser"
+KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
+DRAFTS, TRANSFER = "speculative_config", "kv_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
 NGRAM = SimpleNamespace(method="ngram")
 
@@ -64,74 +73,38 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({CACHE: "fp8"}, "`leank-convert export --kv-dtype fp8`"),
         ({LEANK: {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
         ({LEANK: {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
-        (
-            {"model_config__hf_config__model_type": "leank_glm4", DTYPE: torch.float16},
-            "models of this family overflow in it",
-        ),
+        ({MODEL_TYPE: "leank_glm4", DTYPE: torch.float16}, "models of this family overflow in it"),
         ({LEANK: {"kv_dtype": "int4"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16, "),
         ({LEANK: {"kv_dtype": "fp8"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16"),
-        (
-            {"load_config__load_format": "sharded_state", LEANK: {"key_mean": True}},
-            "--load-format sharded_state: such files lack the mean of keys",
-        ),
+        ({FORMAT: "sharded_state", LEANK: {"key_mean": True}}, "sharded_state: such files lack the mean of"),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-        ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({NO_HYBRID: True}, "--disable-hybrid-kv-cache-manager"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
-        (
-            {"cache_config__block_size": 24, "cache_config__user_specified_block_size": True},
-            "--block-size 24",
-        ),
+        ({"cache_config__block_size": 24, OWN_SIZE: True}, "--block-size 24"),
         ({CACHE: "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
         ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
         # vLLM turns the hybrid manager off by itself for some connectors.
-        (
-            {
-                "kv_transfer_config": transfer(kv_connector="OffloadingConnector"),
-                "scheduler_config__disable_hybrid_kv_cache_manager": True,
-            },
-            "--kv-offloading-size",
-        ),
-        ({"kv_transfer_config": transfer(kv_role="kv_both")}, "`kv_role` is kv_both"),
-        ({"kv_transfer_config": transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
-        ({"kv_transfer_config": transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
-        ({"kv_transfer_config": transfer(), "speculative_config": drafts(None)}, "with drafts of a model"),
+        ({TRANSFER: transfer(kv_connector="OffloadingConnector"), NO_HYBRID: True}, "--kv-offloading-size"),
+        ({TRANSFER: transfer(kv_role="kv_both")}, "`kv_role` is kv_both"),
+        ({TRANSFER: transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
+        ({TRANSFER: transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
+        ({TRANSFER: transfer(), DRAFTS: drafts(None)}, "with drafts of a model"),
         ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
-        (
-            {"attention_config__backend_per_kind": {"full_attention": FLASH}},
-            "--attention-config backend_per_kind full_attention=FLASH_ATTN: another cache; leave it out",
-        ),
-        (
-            {"structured_outputs_config__reasoning_parser": "openai_gptoss"},
-            "--reasoning-parser openai_gptoss",
-        ),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "`eagle3`"),
-        ({"speculative_config": drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
-        (
-            {
-                "speculative_config": NGRAM,
-                "model_config__hf_config__layer_types": ["linear_attention", "full_attention"],
-            },
-            "drafts beside linear attention",
-        ),
-        (
-            {"speculative_config": drafts(None), LEANK: SOME},
-            "drafts of a model beside layers that are not pruned",
-        ),
-        (
-            {"kv_transfer_config": transfer(), LEANK: SOME},
-            "--kv-transfer-config beside layers that are not pruned",
-        ),
+        ({KINDS: {"full_attention": FLASH}}, "full_attention=FLASH_ATTN: another cache; leave it out"),
+        ({PARSER: "openai_gptoss"}, "--reasoning-parser openai_gptoss"),
+        ({DRAFTS: SimpleNamespace(method="eagle3")}, "`eagle3`"),
+        ({DRAFTS: drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
+        ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
+        ({DRAFTS: drafts(None), LEANK: SOME}, "drafts of a model beside layers that are not pruned"),
+        ({TRANSFER: transfer(), LEANK: SOME}, "--kv-transfer-config beside layers that are not pruned"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
             {LEANK: {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
             "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
-        (
-            {LEANK: SOME, "parallel_config__pipeline_parallel_size": 2},
-            "--pipeline-parallel-size 2: a stage may have no layer that is pruned",
-        ),
+        ({LEANK: SOME, STAGES: 2}, "--pipeline-parallel-size 2: a stage may have no layer that is pruned"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -183,43 +156,36 @@ def test_another_release_of_vllm_is_refused(found, monkeypatch):
         configs.check_version()
 
 
-def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely():
-    (other,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKMiniMaxM2Config")
+@pytest.fixture
+def class_of(monkeypatch):
+    """The class of a family's configs, as a tried release of vLLM finds it."""
+    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
+    return {found.__name__: found for found in configs.CONFIG_CLASSES}.get
+
+
+def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely(class_of):
+    other = class_of("LeanKMiniMaxM2Config")
     assert other().leank is None  # as transformers builds it to save a difference
     with pytest.raises(ValueError, match=r"'leank_minimax_m2': vLLM's build for CPUs.*llama, mistral, qwen2"):
         other(leank={})
 
 
-def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
-    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
+def test_biases_that_vllms_model_lacks_are_refused(class_of, monkeypatch):
     monkeypatch.setattr(configs.runtime.LeanKConfigMixin, "__post_init__", lambda self, **kwargs: None)
-    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKErnie4_5Config")
     with pytest.raises(ValueError, match=r"config\.json: `use_bias` is true, and vLLM's model"):
-        own(use_bias=True, leank={})
+        class_of("LeanKErnie4_5Config")(use_bias=True, leank={})
 
 
-def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(monkeypatch):
-    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
-    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKGptOssConfig")
-    config = own(quantization_config={"quant_method": "mxfp4"})
+def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(class_of):
+    config = class_of("LeanKGptOssConfig")(quantization_config={"quant_method": "mxfp4"})
     assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
     config.quantization_config = {"quant_method": "mxfp4"}  # as vLLM does, from the file
     assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
 
 
-def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(monkeypatch):
-    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
-    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
+def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(class_of):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     block = {"format_version": 1, "layers": [0], "widths": [[16, 16]], "channel_masks": ["f" * 8]}
-    block |= {
-        "head_permutation": [[0, 1]],
-        "sink_size": 0,
-        "recent_size": 0,
-        "flush_size": 1,
-        "prune": "eager",
-    }
-    with pytest.raises(
-        ValueError, match=r"`leank\.layers` names the layers that are pruned, and vLLM's model"
-    ):
-        own(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)
+    block |= {"head_permutation": [[0, 1]], **Windows(0, 0, 1).sizes, "prune": "eager"}
+    with pytest.raises(ValueError, match=r"`leank\.layers` names the layers that are pruned, and vLLM's"):
+        class_of("LeanKQwen2Config")(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)

@@ -2,8 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.testbed.tasks import build_sample
+from tests.vllm.conftest import run_python
 from tests.vllm.server import read, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -62,14 +61,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_an_answer_ends_where_the_model
 
 
 def test_the_example_asks_it_and_looks_at_its_cache(server):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "vllm_client.py"), "--url", server],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(ROOT / "examples" / "vllm_client.py", "--url", server, timeout=120)
     *answers, again = (line for line in done.stdout.splitlines() if not line.startswith("vllm:"))
     assert len(answers) == 4 and all(answers) and again == answers[0]
     counters = re.findall(r"^vllm:(\w+)_total\{.*\} (\S+)$", done.stdout, re.MULTILINE)

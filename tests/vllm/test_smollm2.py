@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.export import export_checkpoint
 from leank_convert.tokenizer import load_tokenizer
-from tests.vllm.conftest import ENVIRONMENT
+from tests.vllm.conftest import run_python
 from tests.vllm.server import serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -89,7 +87,7 @@ def test_fifty_prompts_are_answered_with_generates_tokens(server, checkpoint, pr
     assert [choice.token_ids for choice in said.choices] == answers
 
 
-def test_lm_eval_scores_what_generate_answers(server, checkpoint, prompts, answers, tmp_path):
+def test_lm_eval_scores_what_generate_answers(server, checkpoint, prompts, answers, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(SMOLLM2)
     samples = [
         {"prompt": tokenizer.decode(prompt.input_ids), "answer": prompt.references[0]} for prompt in prompts
@@ -98,19 +96,13 @@ def test_lm_eval_scores_what_generate_answers(server, checkpoint, prompts, answe
     data.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (tmp_path / "needles.yaml").write_text(TASK.replace("DATA", str(data)))
     arguments = f"model={checkpoint},base_url={server}/v1/completions,num_concurrent=8,max_length=1024"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments),
-            *("--tasks", "needles", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")),
-        ],
-        env={**os.environ, **ENVIRONMENT, "HF_HOME": str(tmp_path / "hub")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+    monkeypatch.chdir(tmp_path)
+    run_python(
+        *("-m", "lm_eval", "--model", "local-completions", "--model_args", arguments),
+        *("--tasks", "needles", "--include_path", tmp_path, "--output_path", tmp_path / "out"),
         timeout=900,
-        check=False,
+        HF_HOME=str(tmp_path / "hub"),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     (results,) = (tmp_path / "out").rglob("results_*.json")
     texts = [tokenizer.decode(answer) for answer in answers]
     right = [prompt.references[0] in text for prompt, text in zip(prompts, texts, strict=True)]

@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,10 +82,7 @@ def test_debug_shows_the_traceback(tmp_path):
     ],
 )
 def test_a_full_disk_or_a_missing_file_is_told_in_one_line(given, told, tmp_path, monkeypatch):
-    def fill(*arguments, **options):
-        raise OSError(*given)
-
-    monkeypatch.setattr("leank_convert.convert.train_masks", fill)
+    monkeypatch.setattr("leank_convert.convert.train_masks", Mock(side_effect=OSError(*given)))
     assert rejected("train", "testbed", "-o", tmp_path / "out") == f"error: {told}\n"
 
 

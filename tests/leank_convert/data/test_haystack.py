@@ -29,9 +29,8 @@ def read(source, count=1000, control_tokens=(), **values):
 def story(tmp_path):
     """The same sentences as text with line breaks, as a list of records, and as one record a line."""
     records = [{"text": " ".join(STORY[n : n + 40]), "id": n} for n in range(0, 400, 40)]
-    (tmp_path / "story.txt").write_text(
-        "\n\n".join(record["text"].replace(", and", ",\nand") for record in records)
-    )
+    texts = [record["text"].replace(", and", ",\nand") for record in records]
+    (tmp_path / "story.txt").write_text("\n\n".join(texts))
     (tmp_path / "story.json").write_text(json.dumps(records, indent=1))
     (tmp_path / "story.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
     return tmp_path

@@ -6,9 +6,9 @@ import pytest
 
 from leank_convert.data import SampleSource, source
 from leank_convert.data.sample import encode_prompts, join_questions
-from leank_convert.errors import LeanKError
-from tests.checks import section
+from tests.checks import refusal, section
 
+EIGHT = {"questions_per_context": 8}
 TASKS = ["retrieval", "multi_value", "passkey"]
 ASKED = {
     "retrieval": r"Which code opens locker (\S+)\?",
@@ -83,16 +83,13 @@ def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(to
     line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
     longest_line = len(tokenizer(line)["input_ids"])
     for length, num_questions in [(2500, 6), (3001, 1), (9999, 2)]:
-        data = section(
-            tasks=[task], min_length=length, max_length=length, questions_per_context=num_questions
-        )
+        lengths = {"min_length": length, "max_length": length}
+        data = section(tasks=[task], **lengths, questions_per_context=num_questions)
         sample = SampleSource(tokenizer, data, seed=3).draw(length)
         places = range(num_questions)
-        lengths = [len(sample.prompt_ids(place)) + len(sample.answer_ids(place)) for place in places]
-        assert length - longest_line < max(lengths) == sample.num_positions <= length
-        assert sample.num_tokens == len(sample.prefix_ids) + sum(
-            length - len(sample.prefix_ids) for length in lengths
-        )
+        taken = [len(sample.prompt_ids(place)) + len(sample.answer_ids(place)) for place in places]
+        assert length - longest_line < max(taken) == sample.num_positions <= length
+        assert sample.num_tokens == sum(taken) - (num_questions - 1) * len(sample.prefix_ids)
         assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in places)
 
 
@@ -118,12 +115,7 @@ def test_passkeys_are_long_and_anywhere(plain_tokenizer):
     [
         ({"tasks": ["multi_value"], "questions_per_context": 398}, "400 names, too few for 398 q", "to 397"),
         (
-            {
-                "tasks": ["variable_tracking"],
-                "wording": "testbed",
-                "min_length": 200,
-                "questions_per_context": 8,
-            },
+            {"tasks": ["variable_tracking"], "wording": "testbed", "min_length": 200, **EIGHT},
             "200 tokens can be asked 8 questions",
             "`data.questions_per_context`",
         ),
@@ -141,9 +133,8 @@ def test_more_questions_than_there_is_room_for_are_refused_with_how_to_ask_them(
     plain_tokenizer, testbed_tokenizer, values, message, hint
 ):
     tokenizer = testbed_tokenizer if "wording" in values else plain_tokenizer
-    with pytest.raises(LeanKError, match=message) as caught:
+    with refusal(message, hint) as caught:
         SampleSource(tokenizer, section(**values), seed=0).check()
-    assert hint in caught.value.hint
     if hint.endswith("` to "):
         enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
         values |= {"min_length": enough, "max_length": enough}
@@ -156,7 +147,7 @@ def test_a_prompt_that_begins_another_is_the_prefix_and_those_that_share_no_toke
     assert [question.answer_start for question in sample.questions] == [1, 0]
     assert sample.prompt_ids(0).tolist() == [1, 2, 3]
     assert sample.answer_ids(1).tolist() == [5]
-    with pytest.raises(LeanKError, match="differ from their first token on"):
+    with refusal("differ from their first token on"):
         join_questions("retrieval", [[1, 2], [3, 2]], [[4], [5]])
 
 

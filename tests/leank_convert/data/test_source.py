@@ -14,9 +14,7 @@ def split_text(tokenizer, sample):
 
 
 def same(sample, other):
-    return sample.questions[0].input_ids.equal(other.questions[0].input_ids) and sample.prefix_ids.equal(
-        other.prefix_ids
-    )
+    return sample.prompt_ids().equal(other.prompt_ids()) and sample.answer_ids().equal(other.answer_ids())
 
 
 def test_lengths_spread_over_the_whole_range(plain_tokenizer):
@@ -78,9 +76,8 @@ def test_a_draw_that_does_not_fit_is_drawn_again(testbed_tokenizer):
     assert same(samples[3], source.draw(3))
     # The hint is good for a second try.
     enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
-    SampleSource(
-        source.tokenizer, section(tasks=["multi_value"], min_length=enough, max_length=enough), seed=0
-    ).check()
+    data = section(tasks=["multi_value"], min_length=enough, max_length=enough)
+    SampleSource(testbed_tokenizer, data, seed=0).check()
 
 
 def test_an_answer_without_tokens_and_testbed_wording_of_another_tokenizer_are_refused(plain_tokenizer):

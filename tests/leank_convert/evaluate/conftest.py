@@ -10,17 +10,26 @@ from leank_convert.mask import ChannelMask
 
 
 @pytest.fixture(scope="session")
-def evaluated(retriever_folder, tmp_path_factory):
-    """Random weights of the testbed's language that keep 3 in 10 channels; not to be changed."""
-    out = tmp_path_factory.mktemp("evaluated") / "out"
+def export_retriever(retriever_folder, tmp_path_factory):
+    """Exports random weights of the testbed's language with 3 in 10 channels, by a name and options."""
     mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.3
-    export_checkpoint(retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2)
-    return load_evaluated(out, torch.device("cpu"))
+    options = {"sink_size": 2, "recent_size": 6, "flush_size": 2}
+    folder = tmp_path_factory.mktemp("evaluated")
+    return lambda name, **own: export_checkpoint(
+        retriever_folder, ChannelMask(mask), folder / name, **options, **own
+    )
+
+
+@pytest.fixture(scope="session")
+def evaluated(export_retriever):
+    """Such a checkpoint, not to be changed."""
+    return load_evaluated(export_retriever("out"), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def prefill(evaluated, request):
-    """Prompts of the lengths that the module names by `LENGTHS`."""
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in request.module.LENGTHS]
-    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
+    """Prompts of the lengths that the module names by `LENGTHS`, and queries of its `QUERY_WINDOW`."""
+    module, generator = request.module, torch.Generator().manual_seed(4)
+    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in module.LENGTHS]
+    options = {"query_window": module.QUERY_WINDOW} if hasattr(module, "QUERY_WINDOW") else {}
+    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), **options)

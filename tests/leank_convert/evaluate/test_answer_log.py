@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,9 +118,7 @@ def test_a_prompt_that_was_drawn_anew_is_asked_again(tmp_path):
 def test_a_graph_that_runs_out_of_memory_is_told_with_what_to_lower(
     batch_size, told, hint, tmp_path, monkeypatch
 ):
-    def generate(rows, **options):
-        raise LeanKOnnxMemoryError("too little")
-
+    generate = Mock(side_effect=LeanKOnnxMemoryError("too little"))
     graph = SimpleNamespace(generate=generate, description=SimpleNamespace(eos_token_ids={2}))
     monkeypatch.setattr("leank_convert.onnx.leank_onnx.LeanKOnnx", lambda folder, threads: graph)
     (tmp_path / ONNX_DESCRIPTION_NAME).touch()

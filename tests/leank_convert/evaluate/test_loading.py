@@ -7,8 +7,6 @@ from transformers import AutoModelForCausalLM
 from leank_convert.data import SampleSource
 from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.evaluate.rounding import NUM_PROMPTS, answer_rounded
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
 from tests.checks import edit_json, refusal
 
 
@@ -44,12 +42,8 @@ def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkp
 
 
 @pytest.fixture(scope="module")
-def checkpoint(retriever_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("rounding") / "out"
-    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.3
-    return export_checkpoint(
-        retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2, kv_dtype="int4"
-    )
+def checkpoint(export_retriever):
+    return export_retriever("rounding", kv_dtype="int4")
 
 
 @pytest.mark.filterwarnings("default")

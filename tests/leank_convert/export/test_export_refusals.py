@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,10 +167,7 @@ def test_no_space_at_any_file_leaves_the_folder_as_it_was(file, source_model, tm
 
 def test_a_source_that_cannot_be_read_is_not_called_unwritable(source_model, tmp_path, monkeypatch):
     source = source_model(shards=False)
-
-    def fail(*_, **__):
-        raise PermissionError(13, "Permission denied", str(source / "model.safetensors"))
-
-    monkeypatch.setattr("leank_convert.export.write_shard", fail)
+    error = PermissionError(13, "Permission denied", str(source / "model.safetensors"))
+    monkeypatch.setattr("leank_convert.export.write_shard", Mock(side_effect=error))
     message = f"cannot read `{source}/model.safetensors`: Permission denied"
     refused_export(source, fitting_mask(source), tmp_path / "out", message)

@@ -40,6 +40,11 @@ def pruned_mask(folder):
     return prune_values(ChannelMask(random_mask(WIDTHS[:layers], head_dim)), folder)
 
 
+def whole(mask):
+    """The same mask with all of V."""
+    return replace(mask, value_basis=None, value_widths=None)
+
+
 def stock_model(family, folder):
     """A folder's weights in the stock class."""
     stock = getattr(transformers, ARCHITECTURES[family].causal_lm_class)
@@ -67,9 +72,7 @@ def test_a_folded_model_computes_what_the_original_does(row, folder_of, tmp_path
     assert not failed(out, source)
     expected = logits_of(stock_model(family, source))
     torch.testing.assert_close(logits_of(stock_model(family, out)), expected, rtol=1e-4, atol=1e-4)
-    plain = tensors_of(
-        export_checkpoint(source, replace(mask, value_basis=None, value_widths=None), tmp_path / "plain")
-    )
+    plain = tensors_of(export_checkpoint(source, whole(mask), tmp_path / "plain"))
     changed = {name for name, tensor in tensors_of(out).items() if not tensor.equal(plain[name])}
     assert changed and all(re.search(r"self_attn\.(v_proj|qkv_proj|o_proj)\.", name) for name in changed)
     block = read_json(out / "config.json")["leank"]
@@ -132,20 +135,19 @@ def test_v_that_is_rotated_as_it_is_cached_answers_as_where_it_is_folded(folder_
     out = export_checkpoint(source, mask, tmp_path / "out", **SIZES)
     folded = modeling_leank.LeanKLlamaForCausalLM.from_pretrained(out).eval()
     model = stock_model("llama", source)
-    plain = replace(mask, value_basis=None, value_widths=None)
-    with prune_model(model, plain, **SIZES):
-        whole = scores_of(model)
+    with prune_model(model, whole(mask), **SIZES):
+        of_all = scores_of(model)
     with prune_model(model, mask, **SIZES):
         rotated = scores_of(model)
     torch.testing.assert_close(rotated, scores_of(folded), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(rotated, whole, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(rotated, of_all, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("row", [case for case in FAMILIES if case.values[0].gated])
 def test_beside_gates_weights_stay_and_v_is_rotated_as_it_is_cached(row, folder_of, tmp_path):
     source = folder_of(row.model_type)
     mask = pruned_mask(source)
-    out, plain = tmp_path / "out", replace(mask, value_basis=None, value_widths=None)
+    out, plain = tmp_path / "out", whole(mask)
     export_checkpoint(source, mask, out, **SIZES)
     assert not failed(out, source)
     same = export_checkpoint(source, plain, tmp_path / "plain", **SIZES)
@@ -176,9 +178,8 @@ def test_quantized_weights_stay_and_take_the_basis_of_those_that_they_were_made_
     edit_json(source / "config.json", quantization_config={"quant_method": "fbgemm_fp8"})
     out = export_checkpoint(source, mask, tmp_path / "out")
     assert not failed(out, source) and read_json(out / "config.json")["leank"]["value_basis"] is True
-    plain = replace(mask, value_basis=None, value_widths=None)
     with refusal(f"no basis of V is measured on model .*`{name}` is quantized", "that it was quantized from"):
-        export_model(source, plain, tmp_path / "b", value_pruning_ratio=0.5)
+        export_model(source, whole(mask), tmp_path / "b", value_pruning_ratio=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

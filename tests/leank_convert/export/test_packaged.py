@@ -23,7 +23,7 @@ from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_model, find_by_name, list_masks, percent, value_percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
-from tests.checks import provenance_of, prune_values, run
+from tests.checks import edit_json, provenance_of, prune_values, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -45,7 +45,7 @@ def slim_llama(source_model):
     folder = source_model(dtype="bfloat16", shards=False, vocab_size=512, **heads, **rope)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, folder)
-    change_config(folder, _name_or_path=LLAMA)
+    edit_json(folder / "config.json", _name_or_path=LLAMA)
     return folder
 
 
@@ -57,7 +57,7 @@ def packaged(source_model, tmp_path, monkeypatch):
     for path in list_masks():
         (folder / path.name).symlink_to(path)
     source = source_model(shards=False)
-    change_config(source, _name_or_path="owner/Tiny")
+    edit_json(source / "config.json", _name_or_path="owner/Tiny")
     for removed in (50, 80):
         channels = torch.rand(3, 4, 12, generator=torch.Generator().manual_seed(removed)) > removed / 100
         known = provenance_of(source, "owner/Tiny", flush_size=removed)
@@ -71,13 +71,6 @@ def tiny(packaged, tmp_path):
     return tmp_path / "llama-model"
 
 
-def change_config(folder, **changes):
-    config = {**read_json(folder / "config.json"), **changes}
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
-
-
 def refused(result, out):
     assert result.exit_code == 2 and not out.exists(), result.output
     return result.stderr
@@ -89,9 +82,8 @@ def flush_size(out):
 
 
 def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from():
-    assert {"llama-3.1-8b-instruct-70", "qwen2.5-7b-instruct-70", "testbed-70"} <= {
-        p.stem for p in list_masks()
-    }
+    names = {path.stem for path in list_masks()}
+    assert {"llama-3.1-8b-instruct-70", "qwen2.5-7b-instruct-70", "testbed-70"} <= names
     notice = (ROOT / "NOTICE").read_text()
     for path in list_masks():
         mask = load_mask(path)
@@ -143,7 +135,7 @@ def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_
 def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_by_its_shape(tiny, tmp_path):
     named, other, cached = (tmp_path / name for name in ("named", "other", "cached"))
     assert flush_size(export_checkpoint(tiny, None, named, pruning_ratio=0.5)) == 50
-    change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
+    edit_json(tiny / "config.json", _name_or_path="owner/Tiny-fine-tuned")
     stderr = refused(run("export", tiny, "-o", other, "--pruning-ratio", 0.5), other)
     assert "no mask for" in stderr and "none packaged for it" in stderr
     assert "or a name of those that `leank-convert masks` lists\n" in stderr
@@ -152,7 +144,7 @@ def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_b
     assert flush_size(export_checkpoint(snapshot, None, cached, pruning_ratio=0.8)) == 80
     assert "not evaluated on this model" not in (cached / "README.md").read_text()
     # A repository of another name that was saved from it: what the hub calls it counts.
-    change_config(tiny, _name_or_path="owner/Tiny")
+    edit_json(tiny / "config.json", _name_or_path="owner/Tiny")
     derived = tmp_path / "models--someone--Tiny" / "snapshots" / ("0123abcd" * 5)
     shutil.copytree(tiny, derived)
     assert "none packaged for it" in refused(run("export", derived, "-o", other), other)
@@ -160,10 +152,7 @@ def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_b
 
 @pytest.mark.parametrize(
     ("file", "text"),
-    [
-        ("README.md", "---\nbase_model: [owner/Tiny]\n---\n"),
-        ("training_args.bin", ""),
-    ],
+    [("README.md", "---\nbase_model: [owner/Tiny]\n---\n"), ("training_args.bin", "")],
 )
 def test_a_fine_tune_is_not_taken_for_the_model_that_its_config_still_names(file, text, tiny, tmp_path):
     (tiny / file).write_text(text)
@@ -171,7 +160,7 @@ def test_a_fine_tune_is_not_taken_for_the_model_that_its_config_still_names(file
 
 
 def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(tiny, tmp_path, caplog):
-    change_config(tiny, _name_or_path=None)
+    edit_json(tiny / "config.json", _name_or_path=...)
     with caplog.at_level(logging.INFO, logger="leank_convert"):
         out = export_checkpoint(tiny, "Tiny", tmp_path / "out", pruning_ratio=0.5)
     assert flush_size(out) == 50
@@ -201,7 +190,7 @@ def test_a_packaged_mask_that_prunes_v_is_for_every_copy_of_its_model_where_v_is
     assert find_by_name("tiny", 0.5).stem == "tiny-50" and find_by_name("tiny-50-v50").stem == "tiny-50-v50"
     # Then it is measured beside a mask of K alone.
     assert find_by_model("owner/Tiny", 0, 0.5) is find_by_model("owner/Tiny", 0.8, 0.5) is None
-    change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
+    edit_json(tiny / "config.json", _name_or_path="owner/Tiny-fine-tuned")
     other = tmp_path / "other"
     stderr = refused(run("export", tiny, "--mask", "tiny-50-v50", "-o", other), other)
     assert "mask `tiny-50-v50` has a basis of V for copies of owner/Tiny, and nothing says" in stderr
@@ -211,9 +200,8 @@ def test_a_packaged_mask_comes_last(tiny, tmp_path):
     mask = load_mask(leank_convert.masks.FOLDER / "tiny-50.safetensors")
     own = ChannelMask(~mask.channel_mask)
     save_mask(own, tmp_path / "own.safetensors")
-    recipes = export_checkpoint(
-        tiny, None, tmp_path / "a", overrides=[f"mask={tmp_path / 'own.safetensors'}"], recipe="quickstart"
-    )
+    named = [f"mask={tmp_path / 'own.safetensors'}"]
+    recipes = export_checkpoint(tiny, None, tmp_path / "a", overrides=named, recipe="quickstart")
     (tmp_path / "b").mkdir()
     save_mask(own, tmp_path / "b" / "channel_mask.safetensors")
     trained = export_checkpoint(tiny, None, tmp_path / "b")
@@ -228,20 +216,14 @@ def test_a_packaged_mask_comes_last(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            [],
-            "of `owner/Tiny` was made for a pruning ratio of 0.7; there are masks for 0.5, 0.8",
-        ),
+        ([], "of `owner/Tiny` was made for a pruning ratio of 0.7; there are masks for 0.5, 0.8"),
         (["--pruning-ratio", "0.6"], "for a pruning ratio of 0.6; there are masks for 0.5, 0.8"),
         (["--mask", "tiny-50", "--pruning-ratio", "0.8"], "for a pruning ratio of 0.8; there is one for 0.5"),
         (["--mask", "tini"], "did you mean `tiny`"),
         (["--mask", "nothing-alike"], "packaged masks: `llama-3.1-8b-instruct-70`, `qwen2.5-7b-instruct-70`"),
         (["--mask", "testbed-70"], "has shape [4, 4, 64]; model"),
         (["--mask", "{own}", "--pruning-ratio", "0.5"], "the ratio picks among packaged masks"),
-        (
-            ["--all-channels", "--pruning-ratio", "0.5"],
-            "--pruning-ratio and --all-channels exclude each other",
-        ),
+        (["--all-channels", "--pruning-ratio", "0.5"], "--pruning-ratio and --all-channels exclude each"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(arguments, told, tiny, packaged, tmp_path):
@@ -253,11 +235,8 @@ def test_what_does_not_fit_is_refused_and_nothing_written(arguments, told, tiny,
 def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(tiny, packaged, tmp_path):
     file, out = packaged / "tiny-50.safetensors", tmp_path / "out"
     file.write_bytes(file.read_bytes()[:-9])
-    for arguments in (
-        ["export", tiny, "-o", out],
-        ["export", tiny, "--mask", "tiny-50", "-o", out],
-        ["masks"],
-    ):
+    export = ["export", tiny, "-o", out]
+    for arguments in (export, [*export, "--mask", "tiny-50"], ["masks"]):
         assert f"error: `{file}` is truncated or damaged" in refused(run(*arguments), out)
     assert run("export", "testbed", "-o", out).exit_code == 0
 

@@ -2,6 +2,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,11 +43,8 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
 
 
 def test_a_checkpoint_that_is_whole_is_no_failure_where_its_scaffold_stays(tmp_path, monkeypatch):
-    def refuse(path, **options):
-        raise PermissionError(13, "Permission denied", str(path))
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "rmdir", refuse)
+        patched.setattr(Path, "rmdir", Mock(side_effect=PermissionError(13, "Permission denied")))
         stage(tmp_path / "out")
     assert content(tmp_path / "out") == NEW and (tmp_path / "out.partial").exists()
     stage(tmp_path / "out", "newer", overwrite=True)

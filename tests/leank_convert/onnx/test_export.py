@@ -27,46 +27,40 @@ def mask_file(retriever_mask, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def folder(retriever_onnx):
-    return retriever_onnx
-
-
-@pytest.fixture(scope="session")
 def checkpoint(retriever_centred):
     return retriever_centred / "checkpoint"
 
 
 @pytest.fixture
-def description(folder):
-    return json.loads((folder / "leank_onnx.json").read_text())
+def description(retriever_onnx):
+    return json.loads((retriever_onnx / "leank_onnx.json").read_text())
 
 
 @pytest.fixture
 def without_tracing(monkeypatch):
     """Exports are instant, their graph an empty file."""
-
     monkeypatch.setattr(export, "write_graph", lambda pruned, path: path.touch())
     monkeypatch.setattr(export, "check_graph", lambda trials, path: None)
 
 
 def test_folder_holds_graph_weights_description_runner_and_tokenizer_and_digests_of_them(
-    folder, description, retriever_folder
+    retriever_onnx, description, retriever_folder
 ):
     own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "README.md", "channel_mask.safetensors"}
     own |= {"leank_onnx.py", "leank_onnx_session.py", "leank_onnx_cache.py"}
     travelling = {path.name for path in retriever_folder.iterdir()} - {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= travelling
-    assert {path.name for path in folder.iterdir()} == own | travelling
+    assert {path.name for path in retriever_onnx.iterdir()} == own | travelling
     names = (own | travelling) - {"README.md", "leank_onnx.json"}  # a user may edit the one
-    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    digests = {name: hashlib.sha256((retriever_onnx / name).read_bytes()).hexdigest() for name in names}
     assert description["files"] == digests
 
 
 def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_cache(
-    folder, description, retriever_mask
+    retriever_onnx, description, retriever_mask
 ):
     mask = retriever_mask.channel_mask
-    assert load_mask(folder / "channel_mask.safetensors").channel_mask.equal(mask)
+    assert load_mask(retriever_onnx / "channel_mask.safetensors").channel_mask.equal(mask)
     assert description["head_permutation"] == [[1, 0], [0, 1]]
     assert description["widths"] == [[0, 7], [4, 4]] and "value_widths" not in description
     assert description["buckets"] == [
@@ -89,21 +83,21 @@ def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_
 
 
 def test_weights_are_stored_once_beside_the_graph_which_tells_nothing_of_the_machine(
-    folder, retriever_half, retriever_folder
+    retriever_onnx, retriever_half, retriever_folder
 ):
     # Padding to pages, and small constants of the graph, are not a second copy of the weights.
     weights = (retriever_folder / "model.safetensors").stat().st_size
-    assert (folder / "model.onnx.data").stat().st_size < 1.5 * weights
+    assert (retriever_onnx / "model.onnx.data").stat().st_size < 1.5 * weights
     assert (retriever_half / "model.onnx.data").stat().st_size < 0.75 * weights
-    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    graph = onnx.load(retriever_onnx / "model.onnx", load_external_data=False).graph
     entries = [entry for tensor in graph.initializer for entry in tensor.external_data]
     assert {entry.value for entry in entries if entry.key == "location"} == {"model.onnx.data"}
-    content = (folder / "model.onnx").read_bytes()
+    content = (retriever_onnx / "model.onnx").read_bytes()
     assert b".py" not in content
-    assert str(folder.parent).encode() not in content
+    assert str(retriever_onnx.parent).encode() not in content
 
 
-def test_a_converted_checkpoint_gives_the_same_folder(folder, retriever_half):
+def test_a_converted_checkpoint_gives_the_same_folder(retriever_onnx, retriever_half):
     def content(path):
         described = json.loads((path / "leank_onnx.json").read_text())
         described["model"].pop("name")
@@ -112,20 +106,20 @@ def test_a_converted_checkpoint_gives_the_same_folder(folder, retriever_half):
         files = {name: described["files"].pop(name) for name in ("model.onnx", "model.onnx.data")}
         return described, files.keys(), {file.name for file in path.iterdir()}
 
-    assert content(retriever_half) == content(folder)
+    assert content(retriever_half) == content(retriever_onnx)
 
 
-def test_check_finds_what_is_not_the_models(folder, checkpoint, tmp_path):
+def test_check_finds_what_is_not_the_models(retriever_onnx, checkpoint, tmp_path):
     pruned = load_pruned(checkpoint)
-    (tmp_path / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    (tmp_path / "model.onnx").write_bytes((retriever_onnx / "model.onnx").read_bytes())
     (tmp_path / "model.onnx.data").write_bytes(b"short")
     trials = make_trials(pruned)
     channels = make_trials(dataclasses.replace(pruned, channel_masks=pruned.channel_masks.flip(-1)))
     with torch.no_grad():
         pruned.model.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
     for held, path, message in (
-        (make_trials(pruned), folder, "logits of a prompt differ from PyTorch's"),
-        (channels, folder, "logits of a decode step differ from PyTorch's"),
+        (make_trials(pruned), retriever_onnx, "logits of a prompt differ from PyTorch's"),
+        (channels, retriever_onnx, "logits of a decode step differ from PyTorch's"),
         (trials, tmp_path, r"onnxruntime .* cannot load `.*model\.onnx`"),
     ):
         with refusal(message, exit_code=1):
@@ -160,9 +154,9 @@ def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_missing_library_is_named_with_the_extra_to_install(folder, tmp_path, monkeypatch):
+def test_missing_library_is_named_with_the_extra_to_install(retriever_onnx, tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
-    for command in (["export-onnx", "testbed", "-o", str(tmp_path / "out")], ["verify", str(folder)]):
+    for command in (["export-onnx", "testbed", "-o", str(tmp_path / "out")], ["verify", retriever_onnx]):
         told = rejected(*command)
         assert "`onnxruntime_that_is_not_here`, which cannot be imported" in told
         assert "hint: pip install 'leank-convert[onnx]'" in told

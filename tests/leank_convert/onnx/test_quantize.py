@@ -28,10 +28,6 @@ from tests.leank_convert.onnx.conftest import change_description
 IN, OUT, VOCAB = 200, 24, 40
 
 
-def open_graph(path):
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
 def operators(path):
     return Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
 
@@ -108,7 +104,8 @@ def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linea
     quantize_weights(graph, weights)
     # Of a single 1 nothing is lost when activations are rounded.
     inputs = {"x": np.eye(IN, dtype=np.float32), "cache": np.ones((OUT, 1), np.float32), "ids": np.arange(3)}
-    (result,) = open_graph(graph).run(["y"], inputs)
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    (result,) = session.run(["y"], inputs)
     exact = linear.weight.detach().T.clone()
     round_weights(linear, weights)
     rounded = linear.weight.detach().T

@@ -32,12 +32,9 @@ def held_out(task: str, count: int, lengths: Iterable[int]) -> list[Sample]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> torch.Tensor:
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": sample.prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=False,
-    )
+    chat = [{"role": "user", "content": sample.prompt}]
+    options = {"return_tensors": "pt", "return_dict": False}
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, new_ids: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prompt import score
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
 from tests.checks import refusal
@@ -35,9 +34,8 @@ def test_a_question_is_the_same_at_every_length(plain_tokenizer, draw):
 
 
 def test_prompt_and_room_for_the_answer_fill_the_length(tokenizer, draw):
-    head = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
-    ).split("?")[0]
+    chat = [{"role": "user", "content": "?"}]
+    head = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split("?")[0]
     for task in RULER_TASKS:
         (prompt,) = draw(tokenizer, task, num_samples=1)
         assert prompt.max_new_tokens == MAX_NEW_TOKENS.get(task, 128)
@@ -76,7 +74,7 @@ def test_essays_are_the_users_text_in_its_order(plain_tokenizer, tmp_path, draw)
 
 @pytest.mark.parametrize("task", ["niah_multiquery", "cwe"])
 def test_a_length_without_room_is_refused_with_one_that_has_it(plain_tokenizer, task, draw):
-    with pytest.raises(LeanKError, match=rf"150 tokens leave no room for `{task}`, which takes") as caught:
+    with refusal(rf"150 tokens leave no room for `{task}`, which takes") as caught:
         draw(plain_tokenizer, task, 150, num_samples=6)
     enough = int(re.search(r"ask for (\d+) tokens", caught.value.hint).group(1))
     # At another length other samples are drawn.
