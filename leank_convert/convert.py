@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from leank_convert.recipe_choice import find_recipe
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
 from leank_convert.value_weights import check_measurable
+
+_logger = logging.getLogger("leank_convert")
 
 
 def convert_model(
@@ -158,6 +161,7 @@ def export_model(
         wanted = measured.centre(wanted) if centres else wanted
         if value_pruning_ratio is not None:
             wanted = measured.prune_values(wanted, value_pruning_ratio)
+            _logger.info("directions of V were taken by their energy; `train --mask` learns which")
     return write_export(
         replace(export, choice=replace(choice, mask=wanted)),
         kv_dtype=kv_dtype,

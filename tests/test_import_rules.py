@@ -101,7 +101,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_560, "runtime": 8_755, "tests": 28_470, "bin": 6_860}
+BUDGETS = {"leank_convert": 26_140, "runtime": 8_755, "tests": 28_490, "bin": 6_760}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

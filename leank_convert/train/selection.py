@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from textwrap import indent
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -162,7 +162,7 @@ def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
 
 def _take_origin(given: ChannelMask, provenance: MaskProvenance) -> ChannelMask:
     """A given mask that says where it comes from, and by what recipe V was learned beside it."""
-    made = {
+    made: dict[str, Any] = {
         "method": "imported",
         "recipe": None,
         "pruning_ratio_asked": None,
