@@ -62,7 +62,6 @@ class Forecast:
         pace = self.seconds_per_context
         part = heads * facts.head_dim * bytes_of(facts.dtype)
         values = round((1 - recipe.value_pruning_ratio) * part)
-        learns_values = recipe.value_pruning_ratio > 0 and recipe.values.steps > 0
         value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
             "model": self.model,
@@ -79,7 +78,7 @@ class Forecast:
             "tokens": self.tokens * contexts,
             "scaling_factors": heads * facts.head_dim if "stage1" in recipe.trains else 0,
             "gates": heads if "gates" in recipe.trains else 0,
-            "value_gates": heads * facts.head_dim if learns_values else 0,
+            "value_gates": heads * facts.head_dim if "values" in recipe.trains else 0,
             "device": self.device,
             "memory": dict(self.memory),
             "bytes_per_token": {
