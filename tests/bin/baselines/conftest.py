@@ -3,9 +3,9 @@
 import torch
 
 from leank_convert.evaluate.prefill import decode_token
-from tests.leank_convert.evaluate.conftest import evaluated, prefill
+from tests.leank_convert.evaluate.conftest import evaluated, export_retriever, prefill
 
-__all__ = ["decode", "evaluated", "prefill"]
+__all__ = ["decode", "evaluated", "export_retriever", "prefill"]
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 
