@@ -7,11 +7,6 @@ with mma.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import (
     FULL_ROW,
     WARPGROUP,
@@ -33,32 +28,19 @@ from .kernel_leank import (
     write_whole_weights,
 )
 from .kernel_line_leank import (
-    CHUNKS,
-    DROPPED,
-    FIRST,
-    KEPT,
-    NUM_KEPT,
-    NUM_VALUES,
-    PAGE,
-    PAGE_SIZE,
-    PLACE,
-    SEG_SIZE,
-    STOP,
     TILE,
-    TILE_SIZE,
-    TOKEN,
-    VALUE,
-    WHOLE,
-    WINDOW_PAGE,
-    WINDOW_PLACE,
-    WINDOW_VALUE,
+    Page,
+    Seg,
+    T,
+    Tile,
     drops_values,
     find_pages,
     find_segments,
     has_values,
-    keeps_values,
+    load_tile,
     locate_segment,
     locate_tile,
+    loops,
     stretch_bounds,
     weighs_apart,
 )
@@ -74,28 +56,25 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
     g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
     chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
-    loads = list(range(TILE // size))
+    num_loads, value_spans = TILE // size, [(c, 0, f) for c in blocks]
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     fp8, operand = shape.is_fp8, shape.product_dtype
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     has_sinks = shape.has_sinks
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
+    shared, fragment, parallel, threads = loops(cpu, WARPGROUP)
     scalar = {"coalesced_width": T.int32(1)} if fp8 and not cpu else {}
     policy = {} if cpu else {"policy": FULL_ROW}
     options = {} if cpu else {"batch": n // 4}
-    threads = {} if cpu else {"threads": WARPGROUP}
     ahead = list(range(stages - 1))
     ring = () if cpu else (stages,)  # the CPU's gemm takes matrices alone
 
     def staged(buffer: Any, stage: Any) -> Any:
         return buffer if cpu else buffer[stage, :, :]
 
-    def rows(buffer: Any, stage: Any, load: int, lanes: int) -> Any:
-        start, stop = load * size, (load + 1) * size
-        return buffer[start:stop, 0:lanes] if cpu else buffer[stage, start:stop, 0:lanes]
+    def room(buffer: Any, first: int, last: int, start: int, stop: int, stage: Any) -> Any:
+        return buffer[first:last, start:stop] if cpu else buffer[stage, first:last, start:stop]
 
     @T.macro
     def fetch(source: Any, target: Any) -> None:
@@ -110,57 +89,16 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             T.ptx_commit_group()
 
     @T.macro
-    def load_tile(
+    def load(
         tile: Any, pages: Any, seg: Any, t: Any, sink_size: Any, stage: Any, k: Any, v: Any, kept_keys: Any,
         values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any,
     ) -> None:  # fmt: skip
         locate_tile(tile, seg, t, sink_size)
         find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size, num_values)
-        for b in loads:
-            for c in chunks:
-                if c < seg[NUM_KEPT]:
-                    fetch(
-                        kept_keys[
-                            pages[b, PAGE],
-                            seg[KEPT] + c,
-                            pages[b, PLACE] : pages[b, PLACE] + size,
-                            0:e,
-                        ],
-                        rows(k[c], stage, b, e),
-                    )
-                else:
-                    if c < tile[CHUNKS]:
-                        fetch(
-                            window_keys[
-                                pages[b, WINDOW_PAGE],
-                                seg[DROPPED] + c - seg[NUM_KEPT],
-                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                                0:e,
-                            ],
-                            rows(k[c], stage, b, e),
-                        )
-            for c in blocks:
-                if keeps_values(seg, c, num_values):
-                    fetch(
-                        values[
-                            pages[b, PAGE],
-                            seg[VALUE] + c,
-                            pages[b, PLACE] : pages[b, PLACE] + size,
-                            0:f,
-                        ],
-                        rows(v[c], stage, b, f),
-                    )
-                else:
-                    if has_values(seg, c, num_values, tile[WHOLE] != 0):
-                        fetch(
-                            window_values[
-                                pages[b, WINDOW_PAGE],
-                                seg[WINDOW_VALUE] + (c - seg[NUM_VALUES] if c else 0),
-                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                                0:f,
-                            ],
-                            rows(v[c], stage, b, f),
-                        )
+        load_tile(
+            fetch, lambda *place: room(*place, stage), k, v, kept_keys, values, window_keys, window_values,
+            tile, pages, seg, tile[Tile.WHOLE] != 0, value_spans,
+        )  # fmt: skip
 
     def raise_top(scores: Any, top: Any) -> None:
         T.reduce_max(scores, top, dim=0, clear=False, **options)
@@ -229,9 +167,9 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             earlier_top = fragment((n,), "float32")
             rescale = fragment((n,), "float32")
             sums = fragment((n,), "float32")
-            seg = T.alloc_local((SEG_SIZE,), "int32")
-            tile = T.alloc_local((TILE_SIZE,), "int32")
-            pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            seg = T.alloc_local((Seg.SIZE,), "int32")
+            tile = T.alloc_local((Tile.SIZE,), "int32")
+            pages = T.alloc_local((num_loads, Page.SIZE), "int32")
             masks = T.alloc_local((2,), "int32")
             span = T.alloc_local((2,), "int32")
             segments = T.alloc_local((2,), "int32")
@@ -255,42 +193,42 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     T.fill(out[c], 0)
                 begin_softmax(parallel, top, total, seg, sinks if has_sinks else None, first, g)
                 for r in ahead:
-                    if seg[FIRST] + r < seg[STOP]:
-                        load_tile(
-                            tile, pages, seg, seg[FIRST] + r, sink_size, r, k, v,
+                    if seg[Seg.FIRST] + r < seg[Seg.STOP]:
+                        load(
+                            tile, pages, seg, seg[Seg.FIRST] + r, sink_size, r, k, v,
                             kept_keys, values, window_keys, window_values, page_table, window_table,
                         )  # fmt: skip
                     commit()
-                for t in T.serial(seg[STOP] - seg[FIRST]):
-                    if seg[FIRST] + t + stages - 1 < seg[STOP]:
-                        load_tile(
-                            tile, pages, seg, seg[FIRST] + t + stages - 1, sink_size,
+                for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
+                    if seg[Seg.FIRST] + t + stages - 1 < seg[Seg.STOP]:
+                        load(
+                            tile, pages, seg, seg[Seg.FIRST] + t + stages - 1, sink_size,
                             (t + stages - 1) % stages, k, v,
                             kept_keys, values, window_keys, window_values, page_table, window_table,
                         )  # fmt: skip
                     commit()
                     stage = t % stages
-                    locate_tile(tile, seg, seg[FIRST] + t, sink_size)
+                    locate_tile(tile, seg, seg[Seg.FIRST] + t, sink_size)
                     if not cpu:
                         T.ptx_wait_group(stages - 1)
                         T.sync_threads()
                     T.clear(scores)
                     T.fill(masks, 0)
-                    if tile[WHOLE] != 0:
+                    if tile[Tile.WHOLE] != 0:
                         find_masks(masks, tile, seg, limits, sink_size, num_values)
                         for c in chunks:
-                            if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
+                            if (c >= seg[Seg.NUM_KEPT]) & (c < tile[Tile.CHUNKS]):
                                 multiply_keys(k, q, c, stage, scores, wide_k)
                         if masks[0] != 0:
                             drop_pruned(parallel, scores, tile, limits, sink_size)
                     for c in chunks:
-                        if c < seg[NUM_KEPT]:
+                        if c < seg[Seg.NUM_KEPT]:
                             multiply_keys(k, q, c, stage, scores, wide_k)
                     if masks[1] != 0:
                         hide_tokens(parallel, scores, tile, seg, limits, sink_size)
                         for c in blocks:
                             for i, j in parallel(TILE, dv):
-                                if is_unseen(tile[TOKEN] + i, seg, limits, sink_size, c, num_values):
+                                if is_unseen(tile[Tile.TOKEN] + i, seg, limits, sink_size, c, num_values):
                                     if cpu:
                                         v[c][i, j] = T.cast(0, shape.cache_dtype)
                                     else:
@@ -301,7 +239,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     if not cpu:
                         T.sync_threads()
                     for c in blocks:
-                        if has_values(seg, c, num_values, (tile[WHOLE] != 0) & (masks[0] == 0)):
+                        if has_values(seg, c, num_values, (tile[Tile.WHOLE] != 0) & (masks[0] == 0)):
                             multiply_values(v[c], stage, weights, out[c], wide_v)
                     if weighs_apart(seg, masks, num_values):
                         if not cpu:

@@ -15,21 +15,16 @@ before Hopper can; until it has waited for that one it reads nothing that a step
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
+from .kernel_line_leank import Head, T, loops
 from .kernel_product_leank import MAX_PARTS, add_parts
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
-# Places in `place`, a copy of a head's row in `ChunkLayout.head_table`: VALUE is its first kept chunk of V.
-KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE, COST, EARLIER, NUM_VALUES = range(9)
-PLACE_SIZE = 9
+# Of `place`, a copy of a head's row in the head table but for its last column.
+PLACE_SIZE = Head.SEEING
 
 
 def padded_chunks(shape: KernelShape) -> int:
@@ -51,9 +46,9 @@ def find_lanes(
             T.if_then_else(index.shape[0] > 1, row, 0),
             T.min(
                 T.if_then_else(
-                    c < place[NUM_KEPT],
-                    place[KEPT] + c,
-                    table[num_heads, 0] + place[DROPPED] + c - place[NUM_KEPT],
+                    c < place[Head.NUM_KEPT],
+                    place[Head.KEPT] + c,
+                    table[num_heads, Head.KEPT] + place[Head.DROPPED] + c - place[Head.NUM_KEPT],
                 ),
                 index.shape[1] - 1,
             ),
@@ -93,30 +88,32 @@ def store_token(
     window_slot = T.alloc_var("int32")
     slot = T.truncmod(token, kept_keys.shape[2])
     window_slot = T.truncmod(token, window_keys.shape[2])
-    if place[NUM_KEPT] > 0:
+    if place[Head.NUM_KEPT] > 0:
         page = page_table[row, T.truncdiv(token, kept_keys.shape[2])]
-    if (place[NUM_DROPPED] > 0) | (place[NUM_VALUES] < new_value.shape[0] // value_chunk):
+    if (place[Head.NUM_DROPPED] > 0) | (place[Head.KEPT_VALUES] < new_value.shape[0] // value_chunk):
         window_page = window_table[row, T.truncdiv(token, window_keys.shape[2])]
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
-        if c < place[NUM_KEPT] + place[NUM_DROPPED]:
+        if c < place[Head.NUM_KEPT] + place[Head.NUM_DROPPED]:
             channel = T.if_then_else(
                 lanes[c, j] >= 0,
                 new_key[T.max(lanes[c, j], 0) % new_key.shape[0]],
                 T.cast(0, new_key.dtype),
             )
             stored = _as_stored(channel, key_scale, row, head, T.max(lanes[c, j], 0) % new_key.shape[0])
-            if c < place[NUM_KEPT]:
-                kept_keys[page, place[KEPT] + c, slot, j] = stored
+            if c < place[Head.NUM_KEPT]:
+                kept_keys[page, place[Head.KEPT] + c, slot, j] = stored
             else:
-                window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = stored
+                window_keys[window_page, place[Head.DROPPED] + c - place[Head.NUM_KEPT], window_slot, j] = (
+                    stored
+                )
     for j in parallel(new_value.shape[0]):
         stored = _as_stored(new_value[j], value_scale, row, head, j)
-        if j // value_chunk < place[NUM_VALUES]:
-            values[page, place[VALUE] + j // value_chunk, slot, j % value_chunk] = stored
+        if j // value_chunk < place[Head.KEPT_VALUES]:
+            values[page, place[Head.VALUE] + j // value_chunk, slot, j % value_chunk] = stored
         else:
             window_values[
                 window_page,
-                place[WINDOW_VALUE] + j // value_chunk - place[NUM_VALUES],
+                place[Head.WINDOW_VALUE] + j // value_chunk - place[Head.KEPT_VALUES],
                 window_slot,
                 j % value_chunk,
             ] = stored
@@ -129,9 +126,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": shape.head_threads}
+    shared, fragment, parallel, threads = loops(cpu, shape.head_threads)
 
     @T.prim_func
     def leank_append(
@@ -195,9 +190,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": shape.head_threads}
+    shared, fragment, parallel, threads = loops(cpu, shape.head_threads)
 
     @T.prim_func
     def leank_rope_append(
@@ -314,9 +307,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     """
     dtype = shape.dtype
     rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
-    fragment = T.alloc_local if cpu else T.alloc_fragment
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": _NORM_THREADS}
+    _, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
     size = (MAX_ROW // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
 
     @T.prim_func
@@ -377,9 +368,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     """Return the kernel of a gated activation: gate and up side by side in, their product out."""
     dtype = shape.dtype
     rows, vectors, all_vectors, most_parts = T.dynamic("rows, vectors, all_vectors, most_parts")
-    fragment = T.alloc_local if cpu else T.alloc_fragment
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    _, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     @T.prim_func
     def leank_silu_mul(
@@ -397,17 +386,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                 T.pdl_trigger()
                 T.pdl_sync()
             add_parts(parallel, gate, last, loaded, gate_up, row, block * WARPGROUP, steps, stretch)
-            add_parts(
-                parallel,
-                up,
-                last,
-                loaded,
-                gate_up,
-                row,
-                vectors + block * WARPGROUP,
-                steps,
-                stretch,
-            )
+            add_parts(parallel, up, last, loaded, gate_up, row, vectors + block * WARPGROUP, steps, stretch)
             for i, j in parallel(WARPGROUP, LANES):
                 gate[i, j] = T.cast(T.cast(gate[i, j], dtype), "float32")
             for i, j in parallel(WARPGROUP, LANES):

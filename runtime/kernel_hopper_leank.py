@@ -11,11 +11,6 @@ The body for other GPUs, kernel_generic_leank, does the same.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import (
     FULL_ROW,
     WARP,
@@ -38,32 +33,16 @@ from .kernel_leank import (
     write_whole_weights,
 )
 from .kernel_line_leank import (
-    CHUNKS,
-    DROPPED,
-    FIRST,
-    KEPT,
-    NUM_DROPPED,
-    NUM_KEPT,
-    NUM_VALUES,
-    PAGE,
-    PAGE_SIZE,
-    PLACE,
-    PRUNED_TILES,
-    SEG_SIZE,
-    STOP,
     TILE,
-    TILE_SIZE,
-    TOKEN,
-    VALUE,
-    WHOLE,
-    WINDOW_PAGE,
-    WINDOW_PLACE,
-    WINDOW_VALUE,
+    Page,
+    Seg,
+    T,
+    Tile,
     drops_values,
     find_pages,
     find_segments,
     has_values,
-    keeps_values,
+    load_tile,
     locate_segment,
     locate_tile,
     stretch_bounds,
@@ -164,8 +143,8 @@ def hopper_attention(shape: KernelShape) -> Any:
         window_keys: Any, sink_size: Any,
     ) -> None:  # fmt: skip
         index = T.alloc_var("int32")
-        index = seg[FIRST] + ahead + T.get_thread_binding() % WARP
-        if index < seg[STOP]:
+        index = seg[Seg.FIRST] + ahead + T.get_thread_binding() % WARP
+        if index < seg[Seg.STOP]:
             locate_tile(tile, seg, index, sink_size)
             find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size, num_values)
 
@@ -217,11 +196,11 @@ def hopper_attention(shape: KernelShape) -> Any:
             earlier_top = T.alloc_fragment((n,), "float32")
             rescale = T.alloc_fragment((n,), "float32")
             sums = T.alloc_fragment((n,), "float32")
-            seg = T.alloc_local((SEG_SIZE,), "int32")
-            tile = T.alloc_local((TILE_SIZE,), "int32")
-            pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
-            lane_pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
-            next_pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            seg = T.alloc_local((Seg.SIZE,), "int32")
+            tile = T.alloc_local((Tile.SIZE,), "int32")
+            pages = T.alloc_local((len(loads), Page.SIZE), "int32")
+            lane_pages = T.alloc_local((len(loads), Page.SIZE), "int32")
+            next_pages = T.alloc_local((len(loads), Page.SIZE), "int32")
             masks = T.alloc_local((2,), "int32")
             span = T.alloc_local((2,), "int32")
             segments = T.alloc_local((2,), "int32")
@@ -248,7 +227,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                         next_pages, tile, seg, 0, page_table, window_table, kept_keys, window_keys, sink_size
                     )
                     wait()  # launched while the append still ran; tables are older
-                    for t in T.serial(seg[STOP] - seg[FIRST]):
+                    for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
                         if t % WARP == 0:
                             T.copy(next_pages, lane_pages)
                             look_up(
@@ -256,61 +235,20 @@ def hopper_attention(shape: KernelShape) -> Any:
                                 window_keys, sink_size,
                             )  # fmt: skip
                         for b in loads:
-                            for place in range(PAGE_SIZE):
+                            for place in range(Page.SIZE):
                                 pages[b, place] = T.shfl_sync(lane_pages[b, place], t % WARP)
-                        tile[CHUNKS] = seg[NUM_KEPT] + T.if_then_else(
-                            seg[FIRST] + t < seg[PRUNED_TILES], 0, seg[NUM_DROPPED]
+                        tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + T.if_then_else(
+                            seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
                         )
                         T.mbarrier_wait_parity(free[stage], phase ^ 1)
-                        for b in loads:
-                            for c in chunks:
-                                if c < seg[NUM_KEPT]:
-                                    T.tma_copy(
-                                        kept_keys[
-                                            pages[b, PAGE],
-                                            seg[KEPT] + c,
-                                            pages[b, PLACE] : pages[b, PLACE] + size,
-                                            0:e,
-                                        ],
-                                        k[c][stage, b * size : (b + 1) * size, :],
-                                        barrier=ready[stage],
-                                    )
-                                else:
-                                    if c < tile[CHUNKS]:
-                                        T.tma_copy(
-                                            window_keys[
-                                                pages[b, WINDOW_PAGE],
-                                                seg[DROPPED] + c - seg[NUM_KEPT],
-                                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                                                0:e,
-                                            ],
-                                            k[c][stage, b * size : (b + 1) * size, :],
-                                            barrier=ready[stage],
-                                        )
-                            for c, start, stop in columns_of_v:
-                                if keeps_values(seg, c, num_values):
-                                    T.tma_copy(
-                                        values[
-                                            pages[b, PAGE],
-                                            seg[VALUE] + c,
-                                            pages[b, PLACE] : pages[b, PLACE] + size,
-                                            start:stop,
-                                        ],
-                                        v[c][stage, b * size : (b + 1) * size, start:stop],
-                                        barrier=ready[stage],
-                                    )
-                                else:
-                                    if has_values(seg, c, num_values, seg[FIRST] + t >= seg[PRUNED_TILES]):
-                                        T.tma_copy(
-                                            window_values[
-                                                pages[b, WINDOW_PAGE],
-                                                seg[WINDOW_VALUE] + (c - seg[NUM_VALUES] if c else 0),
-                                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
-                                                start:stop,
-                                            ],
-                                            v[c][stage, b * size : (b + 1) * size, start:stop],
-                                            barrier=ready[stage],
-                                        )
+                        load_tile(
+                            lambda source, target, stage=stage: T.tma_copy(
+                                source, target, barrier=ready[stage]
+                            ),
+                            lambda buffer, a, b, start, stop, stage=stage: buffer[stage, a:b, start:stop],
+                            k, v, kept_keys, values, window_keys, window_values, tile, pages, seg,
+                            seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES], columns_of_v,
+                        )  # fmt: skip
                         T.mbarrier_arrive(ready[stage])
                         stage += 1
                         if stage == stages:
@@ -332,15 +270,15 @@ def hopper_attention(shape: KernelShape) -> Any:
                     begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, first, g)
                     T.fence_proxy_async()
                     T.sync_threads(1, WARPGROUP)
-                    for t in T.serial(seg[STOP] - seg[FIRST]):
-                        locate_tile(tile, seg, seg[FIRST] + t, sink_size)
+                    for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
+                        locate_tile(tile, seg, seg[Seg.FIRST] + t, sink_size)
                         T.mbarrier_wait_parity(ready[stage], phase)
                         T.clear(scores)
                         T.fill(masks, 0)
-                        if tile[WHOLE] != 0:
+                        if tile[Tile.WHOLE] != 0:
                             find_masks(masks, tile, seg, limits, sink_size, num_values)
                             for c in chunks:
-                                if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
+                                if (c >= seg[Seg.NUM_KEPT]) & (c < tile[Tile.CHUNKS]):
                                     multiply_keys(k, q, c, stage, scores, wide_k)
                             if fp8:
                                 T.wait_wgmma(0)
@@ -348,11 +286,11 @@ def hopper_attention(shape: KernelShape) -> Any:
                                 T.wait_wgmma(0)
                                 drop_pruned(T.Parallel, scores, tile, limits, sink_size)
                         for c in chunks:
-                            if c < seg[NUM_KEPT]:
+                            if c < seg[Seg.NUM_KEPT]:
                                 multiply_keys(k, q, c, stage, scores, wide_k)
                         if fp8:
                             for c in blocks:
-                                if has_values(seg, c, num_values, tile[WHOLE] != 0):
+                                if has_values(seg, c, num_values, tile[Tile.WHOLE] != 0):
                                     T.call_extern(
                                         "handle", f"leank_widen_values<{dv // 64}>", v[c].data, stage,
                                         wide_v[c].data,
@@ -365,11 +303,15 @@ def hopper_attention(shape: KernelShape) -> Any:
                             for c in blocks:
                                 if fp8:
                                     for i, j in T.Parallel(dv, TILE):
-                                        if is_unseen(tile[TOKEN] + j, seg, limits, sink_size, c, num_values):
+                                        if is_unseen(
+                                            tile[Tile.TOKEN] + j, seg, limits, sink_size, c, num_values
+                                        ):
                                             wide_v[c][i, j] = T.cast(0, operand)
                                 else:
                                     for i, j in T.Parallel(TILE, dv):
-                                        if is_unseen(tile[TOKEN] + i, seg, limits, sink_size, c, num_values):
+                                        if is_unseen(
+                                            tile[Tile.TOKEN] + i, seg, limits, sink_size, c, num_values
+                                        ):
                                             v[c][stage, i, j] = T.cast(0, dtype)
                         softmax_tile(
                             T.Parallel, scores, top, earlier_top, rescale, total, out, scale,
@@ -382,7 +324,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                         T.fence_proxy_async()
                         T.sync_threads(1, WARPGROUP)
                         for c in blocks:
-                            if has_values(seg, c, num_values, (tile[WHOLE] != 0) & (masks[0] == 0)):
+                            if has_values(seg, c, num_values, (tile[Tile.WHOLE] != 0) & (masks[0] == 0)):
                                 multiply_values(v[c][stage, :, :], weights, out[c], wide_v[c])
                         T.wait_wgmma(0)
                         if weighs_apart(seg, masks, num_values):

@@ -21,25 +21,11 @@ from typing import Any
 
 try:
     import tilelang
-    import tilelang.language as T  # noqa: N812
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_key_leank import padded_values
-from .kernel_line_leank import (
-    BEGIN,
-    DROPPED,
-    END,
-    FIRST,
-    HEAD,
-    KEPT,
-    LENGTH,
-    NUM_KEPT,
-    ROW,
-    TILE,
-    TOKEN,
-    drops_values,
-)
+from .kernel_line_leank import TILE, Head, Seg, T, Tile, drops_values
 from .parts_leank import carries, load_part
 
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
@@ -169,8 +155,8 @@ def find_limits(
 ) -> None:  # fmt: skip
     """Fill `limits` for the queries of a segment; queries of padding see what the last column does."""
     for j in parallel(limits.shape[1]):
-        limits[SEEN, j] = seen[seg[ROW], first + T.min(j // num_groups, columns - 1)]
-        limits[RECENT, j] = sink_size + pruned[seg[ROW], first + T.min(j // num_groups, columns - 1)]
+        limits[SEEN, j] = seen[seg[Seg.ROW], first + T.min(j // num_groups, columns - 1)]
+        limits[RECENT, j] = sink_size + pruned[seg[Seg.ROW], first + T.min(j // num_groups, columns - 1)]
 
 
 @T.macro
@@ -180,10 +166,11 @@ def find_masks(masks: Any, tile: Any, seg: Any, limits: Any, sink_size: Any, num
     Where V comes in chunks, dropped ones of tokens that are not whole are not visible either.
     """
     masks[0] = T.cast(
-        (tile[TOKEN] < limits[RECENT, limits.shape[1] - 1]) & (tile[TOKEN] + TILE > sink_size), "int32"
+        (tile[Tile.TOKEN] < limits[RECENT, limits.shape[1] - 1]) & (tile[Tile.TOKEN] + TILE > sink_size),
+        "int32",
     )
-    masks[1] = T.cast((tile[TOKEN] + TILE > limits[SEEN, 0]), "int32") | (
-        masks[0] if num_values > 1 else masks[0] & T.cast(seg[NUM_KEPT] == 0, "int32")
+    masks[1] = T.cast((tile[Tile.TOKEN] + TILE > limits[SEEN, 0]), "int32") | (
+        masks[0] if num_values > 1 else masks[0] & T.cast(seg[Seg.NUM_KEPT] == 0, "int32")
     )
 
 
@@ -196,7 +183,7 @@ def drop_pruned(parallel: Any, scores: Any, tile: Any, limits: Any, sink_size: A
     """Keep dropped channels' scores where a query sees the token whole; others may be anything."""
     for i, j in parallel(scores.shape[0], scores.shape[1]):
         scores[i, j] = T.if_then_else(
-            _is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0
+            _is_whole(tile[Tile.TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0
         )
 
 
@@ -205,8 +192,8 @@ def hide_tokens(parallel: Any, scores: Any, tile: Any, seg: Any, limits: Any, si
     """Hide what a query does not see: tokens behind its own, in a head of width 0 pruned ones too."""
     for i, j in parallel(scores.shape[0], scores.shape[1]):
         scores[i, j] = T.if_then_else(
-            (tile[TOKEN] + i < limits[SEEN, j])
-            & ((seg[NUM_KEPT] > 0) | _is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size)),
+            (tile[Tile.TOKEN] + i < limits[SEEN, j])
+            & ((seg[Seg.NUM_KEPT] > 0) | _is_whole(tile[Tile.TOKEN] + i, limits[RECENT, j], sink_size)),
             scores[i, j],
             NEG,
         )
@@ -214,7 +201,7 @@ def hide_tokens(parallel: Any, scores: Any, tile: Any, seg: Any, limits: Any, si
 
 def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any, chunk: int, num_values: int) -> Any:
     """Return whether no query sees a token's chunk of V: a weight of 0 times NaN would be NaN."""
-    return (token >= seg[LENGTH]) | (
+    return (token >= seg[Seg.LENGTH]) | (
         drops_values(seg, chunk, num_values) & (token >= sink_size) & (token < limits[RECENT, 0])
     )
 
@@ -226,7 +213,7 @@ def write_whole_weights(
     """Write weights as V's dropped chunks take them, zeros where a query does not see the token whole."""
     for i, j in parallel(scores.shape[0], scores.shape[1]):
         weights[j, i] = T.cast(
-            T.if_then_else(_is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0),
+            T.if_then_else(_is_whole(tile[Tile.TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0),
             weights.dtype,
         )
 
@@ -252,16 +239,16 @@ def begin_softmax(
     else:
         for j in parallel(top.shape[0]):
             top[j] = T.if_then_else(
-                seg[FIRST] == 0,
+                seg[Seg.FIRST] == 0,
                 sinks[
-                    T.min(seg[ROW], sinks.shape[0] - 1),
-                    seg[HEAD] * num_groups + j % num_groups,
+                    T.min(seg[Seg.ROW], sinks.shape[0] - 1),
+                    seg[Seg.HEAD] * num_groups + j % num_groups,
                     T.min(first + j // num_groups, sinks.shape[2] - 1),
                 ],
                 NEG,
             )
         for i, j in parallel(total.shape[0], total.shape[1]):
-            total[i, j] = T.if_then_else((seg[FIRST] == 0) & (i == 0), 1.0, 0.0)
+            total[i, j] = T.if_then_else((seg[Seg.FIRST] == 0) & (i == 0), 1.0, 0.0)
 
 
 @T.macro
@@ -306,8 +293,8 @@ def _times_scale(number: Any, scale: Any, seg: Any, channel: Any, dtype: str) ->
     """Return a query's channel times its scale, as it is without scales."""
     if scale is None:
         return number
-    row = T.if_then_else(scale.shape[0] > 1, seg[ROW], 0)
-    return T.cast(T.cast(number, "float32") * scale[row, seg[HEAD], channel], dtype)
+    row = T.if_then_else(scale.shape[0] > 1, seg[Seg.ROW], 0)
+    return T.cast(T.cast(number, "float32") * scale[row, seg[Seg.HEAD], channel], dtype)
 
 
 @T.macro
@@ -322,17 +309,19 @@ def load_query(
     """
     for c in chunks:
         chunk[0] = T.if_then_else(
-            c < seg[NUM_KEPT], seg[KEPT] + c, table[num_heads, 0] + seg[DROPPED] + c - seg[NUM_KEPT]
+            c < seg[Seg.NUM_KEPT],
+            seg[Seg.KEPT] + c,
+            table[num_heads, Head.KEPT] + seg[Seg.DROPPED] + c - seg[Seg.NUM_KEPT],
         )
         chunk[0] = T.min(chunk[0], index.shape[1] - 1)  # a head with fewer chunks does not read the rest
         for i, j in parallel(shared[c].shape[0], shared[c].shape[1], **one_by_one):
-            lane = index[T.if_then_else(index.shape[0] > 1, seg[ROW], 0), chunk[0], lane_of(j)]
+            lane = index[T.if_then_else(index.shape[0] > 1, seg[Seg.ROW], 0), chunk[0], lane_of(j)]
             shared[c][i, j] = T.if_then_else(
                 (i < columns * num_groups) & (lane >= 0),
                 _times_scale(
                     query[
-                        seg[ROW],
-                        seg[HEAD] * num_groups + i % num_groups,
+                        seg[Seg.ROW],
+                        seg[Seg.HEAD] * num_groups + i % num_groups,
                         first + T.min(i // num_groups, columns - 1),
                         T.max(lane, 0) % query.shape[3],
                     ],
@@ -368,18 +357,18 @@ def store_segment(
                 out[c][i, j] = (
                     out[c][i, j]
                     * value_scale[
-                        T.if_then_else(value_scale.shape[0] > 1, seg[ROW], 0),
-                        seg[HEAD],
+                        T.if_then_else(value_scale.shape[0] > 1, seg[Seg.ROW], 0),
+                        seg[Seg.HEAD],
                         T.min(c * value_chunk + channel_of(i), value_scale.shape[2] - 1),
                     ]
                 )
-    if (seg[BEGIN] >= span[0]) & (seg[END] <= span[1]):
+    if (seg[Seg.BEGIN] >= span[0]) & (seg[Seg.END] <= span[1]):
         for c in blocks:
             for i, j in parallel(out[c].shape[0], out[c].shape[1]):
                 if (j < columns * num_groups) & (channel_of(i) < value_chunk):
                     output[
-                        seg[ROW],
-                        seg[HEAD] * num_groups + j % num_groups,
+                        seg[Seg.ROW],
+                        seg[Seg.HEAD] * num_groups + j % num_groups,
                         first + j // num_groups,
                         c * value_chunk + channel_of(i),
                     ] = T.cast(out[c][i, j], output.dtype)

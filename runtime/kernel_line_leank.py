@@ -1,4 +1,4 @@
-"""Work partitioning: assigns a launch's tiles to program instances, in TileLang.
+"""Work partitioning: assigns a launch's tiles to program instances, and loads tiles, in TileLang.
 
 A tile is 64 tokens of one head of one row, at positions 64 t … 64 t + 63. The work of an attention
 launch is one line: row after row, in a row head after head, in a head tile after tile, first those of pruned
@@ -11,12 +11,12 @@ unit lies in. The host knows nothing of this: lengths, widths and positions are 
     instances:    |-------- 0 --------|-------- 1 --------|-------- 2 --------| ...
     a head:       [pruned]...[pruned]  [sink]...[sink and pruned]  [pruned and recent]...[recent]
 
-Pruned tiles lie wholly among tokens that every column sees pruned; they cost `table[head, COST]`. All
-others are whole tiles, cost `table[num_heads, COST]` and read dropped channels too, whose scores count where
-a column sees a token whole. A head that several instances share leaves one part each, with its log-sum-exp;
-`leank_merge` joins them.
+Pruned tiles lie wholly among tokens that every column sees pruned; they cost `table[head, Head.COST]`. All
+others are whole tiles, cost `table[num_heads, Head.COST]` and read dropped channels too, whose scores count
+where a column sees a token whole. A head that several instances share leaves one part each, with its
+log-sum-exp; `leank_merge` joins them.
 
-The macros fill small arrays, `seg` (one head of one row), `tile` and `pages`; the numbers below name their
+The macros fill small arrays, `seg` (one head of one row), `tile` and `pages`; the classes below name their
 places. They are variables, not expressions, on purpose: TileLang's simplifier takes minutes over inlined
 arithmetic.
 """
@@ -25,28 +25,52 @@ arithmetic.
 from typing import Any
 
 try:
-    import tilelang.language as T  # noqa: N812
+    import tilelang
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
+T: Any = tilelang.language  # which the other files of kernels take from here
 TILE = 64  # tokens of a tile: the M of one wgmma
 
-# Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of;
-# NUM_VALUES, the head's kept chunks of V, is there where V comes in chunks.
-(ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE,
- BEGIN, END, LENGTH, HIDDEN_TILES, NUM_VALUES) = range(16)  # fmt: skip
-SEG_SIZE = 16
 
-# Places in `tile`: first token, chunks to read, whether it is a whole tile.
-TOKEN, CHUNKS, WHOLE = range(3)
-TILE_SIZE = 3
+class Head:
+    """Columns of the head table, `ChunkLayout.head_table`; its last row holds totals."""
 
-# Places in `pages`, for every load of a tile: a page and a place in it, in either pool.
-PAGE, PLACE, WINDOW_PAGE, WINDOW_PLACE = range(4)
-PAGE_SIZE = 4
+    (KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE, COST, EARLIER, KEPT_VALUES,
+     SEEING) = range(10)  # fmt: skip
 
-# Columns of the head table, `ChunkLayout.head_table`; its last row holds totals.
-COST, EARLIER, KEPT_VALUES, SEEING = 6, 7, 8, 9
+
+class Seg:
+    """Places in `seg`, one head of one row.
+
+    HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of; NUM_VALUES, the head's
+    kept chunks of V, is there where V comes in chunks.
+    """
+
+    (ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE, DROPPED, NUM_DROPPED, WINDOW_VALUE,
+     BEGIN, END, LENGTH, HIDDEN_TILES, NUM_VALUES) = range(16)  # fmt: skip
+    SIZE = 16
+
+
+class Tile:
+    """Places in `tile`: first token, chunks to read, whether it is a whole tile."""
+
+    TOKEN, CHUNKS, WHOLE = range(3)
+    SIZE = 3
+
+
+class Page:
+    """Places in `pages`, for every load of a tile: a page and a place in it, in either pool."""
+
+    PAGE, PLACE, WINDOW_PAGE, WINDOW_PLACE = range(4)
+    SIZE = 4
+
+
+def loops(cpu: bool, threads: int) -> tuple[Any, Any, Any, dict[str, int]]:
+    """Return what allocates shared memory and a thread's own, parallel loops, and options of the launch."""
+    if cpu:  # plain loops, for tests
+        return T.alloc_local, T.alloc_local, T.grid, {}
+    return T.alloc_shared, T.alloc_fragment, T.Parallel, {"threads": threads}
 
 
 @T.macro
@@ -56,7 +80,10 @@ def stretch_bounds(
     """Set `span` to the first unit of a stretch and one past its last."""
     total = T.alloc_var("int32")
     per_instance = T.alloc_var("int32")
-    total = plan[rows, 0] * table[num_heads, EARLIER] + plan[rows, 1] * num_heads * table[num_heads, COST]
+    total = (
+        plan[rows, 0] * table[num_heads, Head.EARLIER]
+        + plan[rows, 1] * num_heads * table[num_heads, Head.COST]
+    )
     per_instance = (total + count - 1) // count
     span[0] = index * per_instance
     span[1] = T.min((index + 1) * per_instance, total)
@@ -66,10 +93,10 @@ def stretch_bounds(
 def head_begin(begin: Any, row: Any, head: Any, num_heads: Any, table: Any, plan: Any) -> None:
     """Set `begin` to the first unit of one head of one row."""
     begin[0] = (
-        plan[row, 0] * table[num_heads, EARLIER]
-        + plan[row, 1] * num_heads * table[num_heads, COST]
-        + (plan[row + 1, 0] - plan[row, 0]) * table[head, EARLIER]
-        + (plan[row + 1, 1] - plan[row, 1]) * head * table[num_heads, COST]
+        plan[row, 0] * table[num_heads, Head.EARLIER]
+        + plan[row, 1] * num_heads * table[num_heads, Head.COST]
+        + (plan[row + 1, 0] - plan[row, 0]) * table[head, Head.EARLIER]
+        + (plan[row + 1, 1] - plan[row, 1]) * head * table[num_heads, Head.COST]
     )
 
 
@@ -126,36 +153,38 @@ def locate_segment(
     whole_cost = T.alloc_var("int32")
     low = T.alloc_var("int32")
     high = T.alloc_var("int32")
-    seg[ROW] = pair // num_heads
-    seg[HEAD] = pair % num_heads
-    seg[KEPT] = table[seg[HEAD], 0]
-    seg[NUM_KEPT] = table[seg[HEAD], 1]
-    seg[VALUE] = table[seg[HEAD], 2]
-    seg[DROPPED] = table[seg[HEAD], 3]
-    seg[NUM_DROPPED] = table[seg[HEAD], 4]
-    seg[WINDOW_VALUE] = table[seg[HEAD], 5]
+    seg[Seg.ROW] = pair // num_heads
+    seg[Seg.HEAD] = pair % num_heads
+    seg[Seg.KEPT] = table[seg[Seg.HEAD], Head.KEPT]
+    seg[Seg.NUM_KEPT] = table[seg[Seg.HEAD], Head.NUM_KEPT]
+    seg[Seg.VALUE] = table[seg[Seg.HEAD], Head.VALUE]
+    seg[Seg.DROPPED] = table[seg[Seg.HEAD], Head.DROPPED]
+    seg[Seg.NUM_DROPPED] = table[seg[Seg.HEAD], Head.NUM_DROPPED]
+    seg[Seg.WINDOW_VALUE] = table[seg[Seg.HEAD], Head.WINDOW_VALUE]
     if num_values > 1:
-        seg[NUM_VALUES] = table[seg[HEAD], KEPT_VALUES]
-    head_begin(begin, seg[ROW], seg[HEAD], num_heads, table, plan)
-    seg[BEGIN] = begin[0]
-    seg[HIDDEN_TILES] = plan[seg[ROW] + 1, 0] - plan[seg[ROW], 0]
-    seg[PRUNED_TILES] = T.if_then_else(seg[NUM_KEPT] > 0, seg[HIDDEN_TILES], 0)
-    seg[LENGTH] = seen[seg[ROW], seen.shape[1] - 1]
-    cost = T.max(table[seg[HEAD], COST], 1)
-    whole_cost = table[num_heads, COST]
-    pruned_cost = seg[PRUNED_TILES] * cost
-    seg[END] = seg[BEGIN] + pruned_cost + (plan[seg[ROW] + 1, 1] - plan[seg[ROW], 1]) * whole_cost
-    low = T.max(span[0] - seg[BEGIN], 0)
-    high = T.min(span[1], seg[END]) - seg[BEGIN]
-    seg[FIRST] = T.if_then_else(
+        seg[Seg.NUM_VALUES] = table[seg[Seg.HEAD], Head.KEPT_VALUES]
+    head_begin(begin, seg[Seg.ROW], seg[Seg.HEAD], num_heads, table, plan)
+    seg[Seg.BEGIN] = begin[0]
+    seg[Seg.HIDDEN_TILES] = plan[seg[Seg.ROW] + 1, 0] - plan[seg[Seg.ROW], 0]
+    seg[Seg.PRUNED_TILES] = T.if_then_else(seg[Seg.NUM_KEPT] > 0, seg[Seg.HIDDEN_TILES], 0)
+    seg[Seg.LENGTH] = seen[seg[Seg.ROW], seen.shape[1] - 1]
+    cost = T.max(table[seg[Seg.HEAD], Head.COST], 1)
+    whole_cost = table[num_heads, Head.COST]
+    pruned_cost = seg[Seg.PRUNED_TILES] * cost
+    seg[Seg.END] = (
+        seg[Seg.BEGIN] + pruned_cost + (plan[seg[Seg.ROW] + 1, 1] - plan[seg[Seg.ROW], 1]) * whole_cost
+    )
+    low = T.max(span[0] - seg[Seg.BEGIN], 0)
+    high = T.min(span[1], seg[Seg.END]) - seg[Seg.BEGIN]
+    seg[Seg.FIRST] = T.if_then_else(
         low <= pruned_cost,
         (low + cost - 1) // cost,
-        seg[PRUNED_TILES] + (low - pruned_cost + whole_cost - 1) // whole_cost,
+        seg[Seg.PRUNED_TILES] + (low - pruned_cost + whole_cost - 1) // whole_cost,
     )
-    seg[STOP] = T.if_then_else(
+    seg[Seg.STOP] = T.if_then_else(
         high <= pruned_cost,
         (high + cost - 1) // cost,
-        seg[PRUNED_TILES] + (high - pruned_cost + whole_cost - 1) // whole_cost,
+        seg[Seg.PRUNED_TILES] + (high - pruned_cost + whole_cost - 1) // whole_cost,
     )
 
 
@@ -163,27 +192,27 @@ def locate_segment(
 def locate_tile(tile: Any, seg: Any, index: Any, sink_size: Any) -> None:
     """Fill `tile` for one tile of a segment."""
     whole = T.alloc_var("int32")
-    whole = index - seg[PRUNED_TILES]
+    whole = index - seg[Seg.PRUNED_TILES]
     if whole < 0:
-        tile[WHOLE] = 0
-        tile[CHUNKS] = seg[NUM_KEPT]
-        tile[TOKEN] = ((sink_size + TILE - 1) // TILE + index) * TILE
+        tile[Tile.WHOLE] = 0
+        tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT]
+        tile[Tile.TOKEN] = ((sink_size + TILE - 1) // TILE + index) * TILE
     else:
-        tile[WHOLE] = 1
-        tile[CHUNKS] = seg[NUM_KEPT] + seg[NUM_DROPPED]
-        tile[TOKEN] = (
-            whole + T.if_then_else(whole < (sink_size + TILE - 1) // TILE, 0, seg[HIDDEN_TILES])
+        tile[Tile.WHOLE] = 1
+        tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + seg[Seg.NUM_DROPPED]
+        tile[Tile.TOKEN] = (
+            whole + T.if_then_else(whole < (sink_size + TILE - 1) // TILE, 0, seg[Seg.HIDDEN_TILES])
         ) * TILE
 
 
 def keeps_values(seg: Any, chunk: int, num_values: int) -> Any:
     """Return whether pruned tokens have this one of a head's `num_values` chunks of V."""
-    return seg[NUM_KEPT] > 0 if num_values == 1 else chunk < seg[NUM_VALUES]
+    return seg[Seg.NUM_KEPT] > 0 if num_values == 1 else chunk < seg[Seg.NUM_VALUES]
 
 
 def drops_values(seg: Any, chunk: int, num_values: int) -> Any:
     """Return whether only whole tokens have a chunk of V."""
-    return seg[NUM_KEPT] == 0 if num_values == 1 else chunk >= seg[NUM_VALUES]
+    return seg[Seg.NUM_KEPT] == 0 if num_values == 1 else chunk >= seg[Seg.NUM_VALUES]
 
 
 def has_values(seg: Any, chunk: int, num_values: int, is_whole: Any) -> Any:
@@ -193,15 +222,15 @@ def has_values(seg: Any, chunk: int, num_values: int, is_whole: Any) -> Any:
 
 def weighs_apart(seg: Any, masks: Any, num_values: int) -> Any:
     """Return whether a tile's dropped chunks of V take other weights: some of its tokens are not whole."""
-    return False if num_values == 1 else (masks[0] != 0) & (seg[NUM_VALUES] < num_values)
+    return False if num_values == 1 else (masks[0] != 0) & (seg[Seg.NUM_VALUES] < num_values)
 
 
 def reads_window(tile: Any, seg: Any, num_values: int) -> Any:
     """Return whether a tile reads chunks of the window."""
-    of_keys = tile[CHUNKS] > seg[NUM_KEPT]
+    of_keys = tile[Tile.CHUNKS] > seg[Seg.NUM_KEPT]
     if num_values == 1:  # who drops V drops K
         return of_keys
-    return of_keys | ((tile[WHOLE] != 0) & (seg[NUM_VALUES] < num_values))
+    return of_keys | ((tile[Tile.WHOLE] != 0) & (seg[Seg.NUM_VALUES] < num_values))
 
 
 @T.macro
@@ -216,17 +245,88 @@ def find_pages(
     """
     token = T.alloc_var("int32")
     for load in range(TILE // load_tokens):
-        token = tile[TOKEN] + load * load_tokens
+        token = tile[Tile.TOKEN] + load * load_tokens
         if load_tokens < TILE:
-            token = T.min(token, (seg[LENGTH] - 1) // load_tokens * load_tokens)
-        if seg[NUM_KEPT] > 0:
-            pages[load, PAGE] = page_table[seg[ROW], T.truncdiv(token, kept_keys.shape[2])]
-            pages[load, PLACE] = T.truncmod(token, kept_keys.shape[2])
+            token = T.min(token, (seg[Seg.LENGTH] - 1) // load_tokens * load_tokens)
+        if seg[Seg.NUM_KEPT] > 0:
+            pages[load, Page.PAGE] = page_table[seg[Seg.ROW], T.truncdiv(token, kept_keys.shape[2])]
+            pages[load, Page.PLACE] = T.truncmod(token, kept_keys.shape[2])
         if reads_window(tile, seg, num_values):
-            pages[load, WINDOW_PAGE] = T.max(
+            pages[load, Page.WINDOW_PAGE] = T.max(
                 T.min(
-                    window_table[seg[ROW], T.truncdiv(token, window_keys.shape[2])], window_keys.shape[0] - 1
+                    window_table[seg[Seg.ROW], T.truncdiv(token, window_keys.shape[2])],
+                    window_keys.shape[0] - 1,
                 ),
                 0,
             )
-            pages[load, WINDOW_PLACE] = T.truncmod(token, window_keys.shape[2])
+            pages[load, Page.WINDOW_PLACE] = T.truncmod(token, window_keys.shape[2])
+
+
+@T.macro
+def load_tile(
+    fetch: Any, room: Any, k: Any, v: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
+    tile: Any, pages: Any, seg: Any, is_whole: Any, value_spans: Any,
+) -> None:  # fmt: skip
+    """Load a tile's chunks of K and V from the pages that `find_pages` found.
+
+    Args:
+        fetch: Called with what is loaded and where to: how a load is made.
+        room: Called with one of `k` or `v`, first and last token and lanes: the part of it to load to.
+        k: Buffers of chunks of K.
+        v: Buffers of chunks of V.
+        kept_keys: The four pools.
+        values: The second.
+        window_keys: The third.
+        window_values: The fourth.
+        tile: The tile, of which only `CHUNKS` is read.
+        pages: Its pages.
+        seg: The segment.
+        is_whole: Whether it is a whole tile.
+        value_spans: Chunk, first and last lane of every load of V.
+    """
+    size = TILE // int(pages.shape[0])
+    for b in list(range(int(pages.shape[0]))):
+        for c in list(range(len(k))):
+            if c < seg[Seg.NUM_KEPT]:
+                fetch(
+                    kept_keys[
+                        pages[b, Page.PAGE],
+                        seg[Seg.KEPT] + c,
+                        pages[b, Page.PLACE] : pages[b, Page.PLACE] + size,
+                        0 : kept_keys.shape[3],
+                    ],
+                    room(k[c], b * size, (b + 1) * size, 0, kept_keys.shape[3]),
+                )
+            else:
+                if c < tile[Tile.CHUNKS]:
+                    fetch(
+                        window_keys[
+                            pages[b, Page.WINDOW_PAGE],
+                            seg[Seg.DROPPED] + c - seg[Seg.NUM_KEPT],
+                            pages[b, Page.WINDOW_PLACE] : pages[b, Page.WINDOW_PLACE] + size,
+                            0 : window_keys.shape[3],
+                        ],
+                        room(k[c], b * size, (b + 1) * size, 0, window_keys.shape[3]),
+                    )
+        for c, start, stop in value_spans:
+            if keeps_values(seg, c, len(v)):
+                fetch(
+                    values[
+                        pages[b, Page.PAGE],
+                        seg[Seg.VALUE] + c,
+                        pages[b, Page.PLACE] : pages[b, Page.PLACE] + size,
+                        start:stop,
+                    ],
+                    room(v[c], b * size, (b + 1) * size, start, stop),
+                )
+            else:
+                if has_values(seg, c, len(v), is_whole):
+                    fetch(
+                        window_values[
+                            pages[b, Page.WINDOW_PAGE],
+                            seg[Seg.WINDOW_VALUE] + (c - seg[Seg.NUM_VALUES] if c else 0),
+                            pages[b, Page.WINDOW_PLACE] : pages[b, Page.WINDOW_PLACE] + size,
+                            start:stop,
+                        ],
+                        room(v[c], b * size, (b + 1) * size, start, stop),
+                    )

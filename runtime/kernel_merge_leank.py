@@ -3,13 +3,8 @@
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import NEG, KernelShape
-from .kernel_line_leank import COST, head_begin, stretch_bounds
+from .kernel_line_leank import Head, T, head_begin, loops, stretch_bounds
 
 _PARTS, _FEW_PARTS = 16, 4  # parts that the merge loads before it uses the first
 
@@ -22,9 +17,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.dtype
     batch, heads, width = T.dynamic("batch, heads, width")
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    fragment = T.alloc_local if cpu else T.alloc_fragment
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": min(d, shape.head_threads)}
+    _, fragment, parallel, threads = loops(cpu, min(d, shape.head_threads))
 
     @T.macro
     def add_parts(
@@ -94,8 +87,8 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             head_begin(begin, row, head, num_heads, table, plan)
             stop = (
                 begin[0]
-                + (plan[row + 1, 0] - plan[row, 0]) * table[head, COST]
-                + (plan[row + 1, 1] - plan[row, 1]) * table[num_heads, COST]
+                + (plan[row + 1, 0] - plan[row, 0]) * table[head, Head.COST]
+                + (plan[row + 1, 1] - plan[row, 1]) * table[num_heads, Head.COST]
             )
             first = begin[0] // per_program
             last = (stop - 1) // per_program

@@ -16,12 +16,8 @@ the weights, is on its way before the kernel ahead has ended.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import FULL_ROW, WARPGROUP
+from .kernel_line_leank import T, loops
 
 BLOCK = 64  # outputs of a block: the M of one wgmma
 MAX_PARTS = 4  # of a block
@@ -68,9 +64,7 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
     """Return the kernel of a linear module for up to `tokens` tokens: Hopper's, or plain loops for tests."""
     size, stages = STEPS[tokens]
     batch, outputs, inputs, most_parts = T.dynamic("batch, outputs, inputs, most_parts")
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP + 32}
+    shared, fragment, parallel, threads = loops(cpu, WARPGROUP + 32)
     ring = () if cpu else (stages,)
 
     @T.macro

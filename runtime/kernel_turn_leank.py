@@ -8,13 +8,8 @@ One block copies a tile of tokens of one head: chunks are put in the order of ch
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
-
 from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, pool_types, scale_types
-from .kernel_line_leank import KEPT_VALUES, SEEING, TILE
+from .kernel_line_leank import TILE, Head, T, loops
 
 
 def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
@@ -26,9 +21,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     tokens, heads = T.dynamic("tokens, heads")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     line = 16 // (1 if shape.is_fp8 else 2)  # numbers of 16 bytes
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    shared, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     def widened(stored: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
@@ -76,14 +69,14 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             place = T.alloc_var("int32")
             layout = T.if_then_else(layouts > 1, row, 0)
             page = page_table[row, block]
-            kept = table[head, 0]
-            dropped = table[head, 3]
-            num_values = table[head, KEPT_VALUES]
-            place = table[head, SEEING]
+            kept = table[head, Head.KEPT]
+            dropped = table[head, Head.DROPPED]
+            num_values = table[head, Head.KEPT_VALUES]
+            place = table[head, Head.SEEING]
             if place >= 0:
                 for i, j in parallel(TILE, d):
                     tile[i, j] = T.cast(0, dtype)
-                for c in T.serial(table[head, 1]):
+                for c in T.serial(table[head, Head.NUM_KEPT]):
                     for i, j in parallel(TILE, e):
                         chunk[i, j] = kept_keys[page, kept + c, i, j]
                     for i, j in parallel(TILE, e):
@@ -94,11 +87,11 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                             )
                 if (block * TILE < sink_size) | (block * TILE + TILE > sink_size + pruned):
                     window_page = window_table[row, block]
-                    for c in T.serial(table[head, 4]):
+                    for c in T.serial(table[head, Head.NUM_DROPPED]):
                         for i, j in parallel(TILE, e):
                             chunk[i, j] = window_keys[window_page, dropped + c, i, j]
                         for i, j in parallel(TILE, e):
-                            channel = index[layout, table[table_rows - 1, 0] + dropped + c, j]
+                            channel = index[layout, table[table_rows - 1, Head.KEPT] + dropped + c, j]
                             if (channel >= 0) & whole(block * TILE + i, sink_size, pruned):
                                 tile[i, T.max(channel, 0) % d] = widened(
                                     chunk[i, j], key_scale, row, head, T.max(channel, 0) % d
@@ -111,14 +104,17 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                         for i, j in parallel(TILE, f):
                             if block * TILE + i < length:
                                 dense_values[block * TILE + i, place, b * f + j] = widened(
-                                    values[page, table[head, 2] + b, i, j], value_scale, row, head, b * f + j
-                                )
+                                    values[page, table[head, Head.VALUE] + b, i, j],
+                                    value_scale, row, head, b * f + j,
+                                )  # fmt: skip
                     else:
                         for i, j in parallel(TILE, f):
                             if block * TILE + i < length:
                                 if whole(block * TILE + i, sink_size, pruned):
                                     dense_values[block * TILE + i, place, b * f + j] = widened(
-                                        window_values[window_page, table[head, 5] + b - num_values, i, j],
+                                        window_values[
+                                            window_page, table[head, Head.WINDOW_VALUE] + b - num_values, i, j
+                                        ],
                                         value_scale, row, head, b * f + j,
                                     )  # fmt: skip
                                 else:

@@ -10,11 +10,6 @@ several of each: every token looks up its own. Channels change their order in sh
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-try:
-    import tilelang.language as T  # noqa: N812
-except ImportError as error:
-    raise ImportError(f"the kernels of pages need tilelang (pip install tilelang): {error}") from error
-
 from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
 from leank_convert._runtime.kernel_leank import (
     WARPGROUP,
@@ -25,14 +20,12 @@ from leank_convert._runtime.kernel_leank import (
     pool_types,
     scale_types,
 )
+from leank_convert._runtime.kernel_line_leank import Head, T, loops
 
 TILE = 64  # tokens of a block
 # Numbers of 16 bytes: tokens of K and V begin at multiples of it. In shared memory a tile's rows are 16 bytes
 # longer than a head, so that a channel of the tokens that a warp works on lies in as many banks.
 VECTOR = 8
-
-# Columns of a head's row in `ChunkLayout.head_table`.
-_KEPT, _NUM_KEPT, _VALUE, _DROPPED, _NUM_DROPPED, _WINDOW_VALUE, _, _, _NUM_VALUES = range(9)
 
 
 def compile_page_kernels(key: KernelKey, arch: str) -> list[Any]:
@@ -56,9 +49,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
     layouts, all_chunks, table_rows = T.dynamic("layouts, all_chunks, table_rows")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     line = 16 if shape.is_fp8 else VECTOR
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    shared, fragment, parallel, threads = loops(cpu, WARPGROUP)
     value_chunks = list(range(d // f))
 
     def stored(number: Any, scale: Any, head: Any, channel: Any) -> Any:
@@ -156,14 +147,15 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                             new_values[block * TILE + i, head, c * f + j], value_scale, head, c * f + j
                         )
             write(
-                kept_keys, values, slot, page, chunk, tile, value, index, table[head, _KEPT],
-                table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE], 0, table[head, _NUM_VALUES],
+                kept_keys, values, slot, page, chunk, tile, value, index, table[head, Head.KEPT],
+                table[head, Head.NUM_KEPT], table[head, Head.KEPT], table[head, Head.VALUE], 0,
+                table[head, Head.KEPT_VALUES],
             )  # fmt: skip
             write(
                 window_keys, window_values, window_slot, window_page, chunk, tile, value, index,
-                table[head, _DROPPED], table[head, _NUM_DROPPED],
-                table[table_rows - 1, 0] + table[head, _DROPPED], table[head, _WINDOW_VALUE],
-                table[head, _NUM_VALUES], d // f,
+                table[head, Head.DROPPED], table[head, Head.NUM_DROPPED],
+                table[table_rows - 1, Head.KEPT] + table[head, Head.DROPPED], table[head, Head.WINDOW_VALUE],
+                table[head, Head.KEPT_VALUES], d // f,
             )  # fmt: skip
 
     return leank_append_slots
@@ -177,9 +169,7 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
     entries, window_entries = T.dynamic("entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     line = 16 if shape.is_fp8 else VECTOR
-    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    shared, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     def widened(number: Any, scale: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
@@ -254,15 +244,16 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
             if block * TILE < length:
                 read(
                     kept_keys, values, page_table, page, place, chunk, tile, index, key_scale, value_scale,
-                    dense_values, row, block * TILE, length, start, head, table[head, _KEPT],
-                    table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE], 0,
-                    table[head, _NUM_VALUES],
+                    dense_values, row, block * TILE, length, start, head, table[head, Head.KEPT],
+                    table[head, Head.NUM_KEPT], table[head, Head.KEPT], table[head, Head.VALUE], 0,
+                    table[head, Head.KEPT_VALUES],
                 )  # fmt: skip
                 read(
                     window_keys, window_values, window_table, page, place, chunk, tile, index, key_scale,
-                    value_scale, dense_values, row, block * TILE, length, start, head, table[head, _DROPPED],
-                    table[head, _NUM_DROPPED], table[table_rows - 1, 0] + table[head, _DROPPED],
-                    table[head, _WINDOW_VALUE], table[head, _NUM_VALUES], d // f,
+                    value_scale, dense_values, row, block * TILE, length, start, head,
+                    table[head, Head.DROPPED], table[head, Head.NUM_DROPPED],
+                    table[table_rows - 1, Head.KEPT] + table[head, Head.DROPPED],
+                    table[head, Head.WINDOW_VALUE], table[head, Head.KEPT_VALUES], d // f,
                 )  # fmt: skip
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:
