@@ -12,7 +12,6 @@ import torch
 
 from .kernel_key_leank import (
     BLOCK,
-    KERNEL_DTYPES,
     LANES,
     TILE,
     KernelKey,
@@ -75,7 +74,7 @@ class DecodeKernels:
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         # Other GPUs take the library's products.
         self._steps = STEPS if hopper and key.has_glue else {}
-        functions += [product(shape.dtype, tokens) for tokens in self._steps]
+        functions += [product(shape.query_type, tokens) for tokens in self._steps]
         self._attention, self._merge, self._append, *glue = compile_kernels(
             [attention(shape), *functions], self.arch, has_barriers=by_tma
         )
@@ -115,12 +114,7 @@ class DecodeKernels:
         from .kernel_leank import KernelShape
 
         key = self.key
-        dtype = KERNEL_DTYPES[key.dtype]
-        sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-        shape = KernelShape(
-            *sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8, has_sinks=key.has_sinks,
-            value_chunk=key.value_chunk,
-        )  # fmt: skip
+        shape = KernelShape(**vars(key))
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * (1 if key.is_fp8 else 2)
         # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
         fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048

@@ -54,13 +54,13 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     """
     d, e, n = shape.head_dim, shape.chunk_size, shape.num_queries
     f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
-    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
+    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.query_type, shape.load_tokens
     chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
     num_loads, value_spans = TILE // size, [(c, 0, f) for c in blocks]
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
-    fp8, operand = shape.is_fp8, shape.product_dtype
+    fp8, operand = shape.is_fp8, shape.product_type
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     has_sinks = shape.has_sinks
     shared, fragment, parallel, threads = loops(cpu, WARPGROUP)
@@ -154,8 +154,8 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(window_keys.strides[0] % (16 if fp8 else 8) == 0)
                 T.assume(window_values.strides[0] % (16 if fp8 else 8) == 0)
             q = [shared((n, e), operand) for _ in chunks]
-            k = [shared((*ring, TILE, e), shape.cache_dtype) for _ in chunks]
-            v = [shared((*ring, TILE, dv), shape.cache_dtype) for _ in blocks]
+            k = [shared((*ring, TILE, e), shape.stored_type) for _ in chunks]
+            v = [shared((*ring, TILE, dv), shape.stored_type) for _ in blocks]
             weights = shared((n, TILE), operand)
             wide_k = fragment((TILE, e), operand) if fp8 else None
             wide_v = fragment((dv, TILE), operand) if fp8 else None
@@ -230,9 +230,9 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                             for i, j in parallel(TILE, dv):
                                 if is_unseen(tile[Tile.TOKEN] + i, seg, limits, sink_size, c, num_values):
                                     if cpu:
-                                        v[c][i, j] = T.cast(0, shape.cache_dtype)
+                                        v[c][i, j] = T.cast(0, shape.stored_type)
                                     else:
-                                        v[c][stage, i, j] = T.cast(0, shape.cache_dtype)
+                                        v[c][stage, i, j] = T.cast(0, shape.stored_type)
                     softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, raise_top)
                     for i, j in parallel(TILE, n):
                         weights[j, i] = T.cast(scores[i, j], operand)

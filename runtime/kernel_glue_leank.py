@@ -121,7 +121,7 @@ def store_token(
 
 def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel that adds new tokens to their rows' pages; `overlap`: attention follows it."""
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    d, e, dtype = shape.head_dim, shape.chunk_size, shape.query_type
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
@@ -182,7 +182,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     `projected` holds the query heads, then those of K, then those of V.
     """
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    d, e, dtype = shape.head_dim, shape.chunk_size, shape.query_type
     padded = -(-d // shape.head_threads) * shape.head_threads  # a reduction takes part of every thread
     most_parts, tokens, vectors = T.dynamic("most_parts, tokens, vectors")
     batch, columns = T.dynamic("batch, columns")
@@ -305,7 +305,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
 
     Without a delta (`has_delta` is 0) it norms the hidden states, and writes no sum.
     """
-    dtype = shape.dtype
+    dtype = shape.query_type
     rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
     _, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
     size = (MAX_ROW // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
@@ -366,7 +366,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
 
 def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel of a gated activation: gate and up side by side in, their product out."""
-    dtype = shape.dtype
+    dtype = shape.query_type
     rows, vectors, all_vectors, most_parts = T.dynamic("rows, vectors, all_vectors, most_parts")
     _, fragment, parallel, threads = loops(cpu, WARPGROUP)
 

@@ -97,10 +97,10 @@ def hopper_attention(shape: KernelShape) -> Any:
     """
     d, e, n = shape.head_dim, shape.chunk_size, shape.num_queries
     f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
-    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
+    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.query_type, shape.load_tokens
     chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
     loads = list(range(TILE // size))
-    fp8, operand = shape.is_fp8, shape.product_dtype
+    fp8, operand = shape.is_fp8, shape.product_type
     # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
     box = 128 if fp8 and dv % 128 == 0 else 64
     spans = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
@@ -177,8 +177,8 @@ def hopper_attention(shape: KernelShape) -> Any:
         with T.Kernel(programs, threads=WARPGROUP + 32) as program:
             T.annotate_min_blocks_per_sm(shape.num_instances)
             q = [T.alloc_shared((n, e), operand) for _ in chunks]
-            k = [T.alloc_shared((stages, TILE, e), shape.cache_dtype) for _ in chunks]
-            v = [T.alloc_shared((stages, TILE, dv), shape.cache_dtype) for _ in blocks]
+            k = [T.alloc_shared((stages, TILE, e), shape.stored_type) for _ in chunks]
+            v = [T.alloc_shared((stages, TILE, dv), shape.stored_type) for _ in blocks]
             weights = T.alloc_shared((n, TILE), operand)
             wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
             wide_v = [T.alloc_fragment((dv, TILE), operand) if fp8 else None for _ in blocks]

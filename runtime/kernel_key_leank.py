@@ -24,7 +24,7 @@ BLOCK = 64
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)
 
-KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

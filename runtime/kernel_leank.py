@@ -13,18 +13,18 @@ instances are data or dynamic.
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 try:
     import tilelang
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_key_leank import padded_values
+from .kernel_key_leank import KernelKey, padded_values
 from .kernel_line_leank import TILE, Head, Seg, T, Tile, drops_values
 from .parts_leank import carries, load_part
 
@@ -40,50 +40,31 @@ SEEN, RECENT = range(2)
 
 
 @dataclass(frozen=True)
-class KernelShape:
-    """What a kernel is compiled for.
+class KernelShape(KernelKey):
+    """What kernels are compiled for: what they are found by, and what of a device holds how much.
 
     Attributes:
-        head_dim: Channels of a key, D.
-        num_groups: Query heads per KV head, G.
-        chunk_size: Channels of a chunk, E.
-        max_chunks: Most chunks of one head, kept and dropped together.
-        dtype: Of queries, as TileLang spells it.
         num_stages: Tiles in flight.
-        num_queries: Columns of the matrix products, N: queries of a KV head that a launch takes.
-        load_tokens: Tokens that one load takes: a divisor of a tile and of both pools' pages.
         num_instances: Program instances that a multiprocessor is to hold.
-        is_fp8: Whether the cache holds e4m3, which kernels take as bytes; else it is of `dtype`.
-        has_sinks: Whether query heads have attention sinks.
-        value_chunk: Channels of a chunk of V, F; 0 stands for D.
     """
 
-    head_dim: int
-    num_groups: int
-    chunk_size: int
-    max_chunks: int
-    dtype: str
-    num_stages: int
-    num_queries: int
-    load_tokens: int = TILE
+    num_stages: int = 1
     num_instances: int = 1
-    is_fp8: bool = False
-    has_sinks: bool = False
-    value_chunk: int = 0
-
-    def __post_init__(self) -> None:
-        """Say D where V is whole."""
-        object.__setattr__(self, "value_chunk", self.value_chunk or self.head_dim)
 
     @property
-    def cache_dtype(self) -> str:
-        """Of K and V in memory."""
-        return "uint8" if self.is_fp8 else self.dtype
+    def query_type(self) -> str:
+        """Of queries, as TileLang spells it."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
-    def product_dtype(self) -> str:
+    def stored_type(self) -> str:
+        """Of K and V in memory; e4m3 is taken as bytes."""
+        return "uint8" if self.is_fp8 else self.query_type
+
+    @property
+    def product_type(self) -> str:
         """Of the operands of matrix products: float16 holds every e4m3, and one instruction widens two."""
-        return "float16" if self.is_fp8 and self.dtype != "float32" else self.dtype
+        return "float16" if self.is_fp8 and self.dtype != torch.float32 else self.query_type
 
     @property
     def head_threads(self) -> int:
@@ -126,7 +107,7 @@ def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
             f"pages_{place}, rows_{place}, page_size_{place}, stride_{place}"
         )
         size, strides = (pages, rows, page_size, lanes), (stride, page_size * lanes, lanes, 1)
-        dtype = shape.cache_dtype
+        dtype = shape.stored_type
         types.append(T.Tensor(size, dtype) if cpu else T.StridedTensor(size, strides, dtype))
     return types
 
@@ -402,21 +383,11 @@ def compile_kernels(functions: list[Any], arch: str, *, has_barriers: bool) -> l
         target = {"kind": "cuda", "arch": arch}
         return tilelang.compile(functions[place], target=target, pass_configs=configs)
 
-    with _quiet(), ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(compiled, range(len(functions))))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep TileLang's notes about every compilation to itself."""
-    loggers = [
-        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("tilelang")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logger = logging.getLogger("tilelang.jit.kernel")  # it tells of every kernel's beginning and end
+    level = logger.level
+    logger.setLevel(logging.WARNING)
     try:
-        yield
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return list(pool.map(compiled, range(len(functions))))
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)

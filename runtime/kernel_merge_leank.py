@@ -14,7 +14,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     With `overlap` it is launched while attention still runs, which GPUs before Hopper cannot.
     """
-    d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.dtype
+    d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.query_type
     batch, heads, width = T.dynamic("batch, heads, width")
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     _, fragment, parallel, threads = loops(cpu, min(d, shape.head_threads))

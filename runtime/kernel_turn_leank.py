@@ -14,7 +14,7 @@ from .kernel_line_leank import TILE, Head, T, loops
 
 def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel that copies a row of a cache whose pages are tiles."""
-    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.query_type
     blocks = list(range(shape.num_values))
     batch, layouts, all_chunks = T.dynamic("batch, layouts, all_chunks")
     entries, window_entries, table_rows = T.dynamic("entries, window_entries, table_rows")
@@ -26,7 +26,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     def widened(stored: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
             return stored
-        number = T.cast(kernel_fp8.from_fp8(stored, shape.product_dtype), "float32")
+        number = T.cast(kernel_fp8.from_fp8(stored, shape.product_type), "float32")
         return T.cast(number * scale[T.if_then_else(scale.shape[0] > 1, row, 0), head, channel], dtype)
 
     def whole(token: Any, sink_size: Any, pruned: Any) -> Any:
@@ -58,7 +58,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                 T.assume(window_keys.strides[0] % line == 0)
                 T.assume(window_values.strides[0] % line == 0)
             tile = shared((TILE, d), dtype)
-            chunk = fragment((TILE, e), shape.cache_dtype)
+            chunk = fragment((TILE, e), shape.stored_type)
             # Variables, as all loads of a page share them.
             layout = T.alloc_var("int32")
             page = T.alloc_var("int32")

@@ -10,7 +10,7 @@ several of each: every token looks up its own. Channels change their order in sh
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
+from leank_convert._runtime.kernel_key_leank import KernelKey
 from leank_convert._runtime.kernel_leank import (
     WARPGROUP,
     KernelShape,
@@ -30,21 +30,19 @@ VECTOR = 8
 
 def compile_page_kernels(key: KernelKey, arch: str) -> list[Any]:
     """Compile both kernels beside decode kernels, or load them from TileLang's cache on disk."""
-    sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-    dtype = KERNEL_DTYPES[key.dtype]
-    shape = KernelShape(*sizes, dtype, 1, 8, is_fp8=key.is_fp8, value_chunk=key.value_chunk)
+    shape = KernelShape(**vars(key))
     return compile_kernels([append_slots(shape), gather_rows(shape)], arch, has_barriers=False)
 
 
 def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: bool) -> Any:
     """Return what `[tokens, H_kv, D]` is to a kernel; TileLang's CPU target knows no strides."""
     size, strides = (tokens, heads, shape.head_dim), (stride, shape.head_dim, 1)
-    return T.Tensor(size, shape.dtype) if cpu else T.StridedTensor(size, strides, shape.dtype)
+    return T.Tensor(size, shape.query_type) if cpu else T.StridedTensor(size, strides, shape.query_type)
 
 
 def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
     """Return the kernel that writes tokens to pages; a slot of -1 is nowhere."""
-    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.query_type
     num_tokens, heads, key_stride, value_stride = T.dynamic("num_tokens, heads, key_stride, value_stride")
     layouts, all_chunks, table_rows = T.dynamic("layouts, all_chunks, table_rows")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
@@ -74,7 +72,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
             for i, j in parallel(TILE, e):
                 channel = index[0, lanes + c, j]
                 chunk[i, j] = T.if_then_else(
-                    channel >= 0, tile[i, T.max(channel, 0) % d], T.cast(0, shape.cache_dtype)
+                    channel >= 0, tile[i, T.max(channel, 0) % d], T.cast(0, shape.stored_type)
                 )
             for i, j in parallel(TILE, e):
                 if slot[i] >= 0:
@@ -109,9 +107,9 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(values.strides[0] % line == 0)
                 T.assume(window_keys.strides[0] % line == 0)
                 T.assume(window_values.strides[0] % line == 0)
-            tile = shared((TILE, d + line), shape.cache_dtype)
-            chunk = fragment((TILE, e), shape.cache_dtype)
-            value = [fragment((TILE, f), shape.cache_dtype) for _ in value_chunks]
+            tile = shared((TILE, d + line), shape.stored_type)
+            chunk = fragment((TILE, e), shape.stored_type)
+            value = [fragment((TILE, f), shape.stored_type) for _ in value_chunks]
             slot = shared((TILE,), "int32")
             page = shared((TILE,), "int32")
             window_slot = shared((TILE,), "int32")
@@ -163,7 +161,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
 
 def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
     """Return the kernel that copies all tokens of rows, one row behind the other."""
-    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.dtype
+    d, e, f, dtype = shape.head_dim, shape.chunk_size, shape.value_chunk, shape.query_type
     num_tokens, heads, batch, rows, ends = T.dynamic("num_tokens, heads, batch, rows, ends")
     layouts, all_chunks, table_rows = T.dynamic("layouts, all_chunks, table_rows")
     entries, window_entries = T.dynamic("entries, window_entries")
@@ -174,7 +172,7 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
     def widened(number: Any, scale: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
             return number
-        wide = T.cast(kernel_fp8.from_fp8(number, shape.product_dtype), "float32")
+        wide = T.cast(kernel_fp8.from_fp8(number, shape.product_type), "float32")
         return T.cast(wide * scale[0, head, channel], dtype)
 
     @T.macro
@@ -232,7 +230,7 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(window_keys.strides[0] % line == 0)
                 T.assume(window_values.strides[0] % line == 0)
             tile = shared((TILE, d + VECTOR), dtype)
-            chunk = fragment((TILE, e), shape.cache_dtype)
+            chunk = fragment((TILE, e), shape.stored_type)
             page = shared((TILE,), "int32")
             place = shared((TILE,), "int32")
             row = T.alloc_var("int32")

@@ -3,12 +3,10 @@
 import functools
 
 import tilelang
-import torch
 
 from runtime.decode_kernels_leank import DecodeKernels
 from runtime.kernel_generic_leank import generic_attention
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
-from runtime.kernel_key_leank import KernelKey
 from runtime.kernel_merge_leank import merge_parts
 from runtime.kernel_product_leank import STEPS, product
 from runtime.kernel_turn_leank import copy_row
@@ -20,11 +18,7 @@ class CpuKernels(DecodeKernels):
     """Kernels on the CPU: the generic body, any number of program instances."""
 
     def __init__(self, shape, num_programs):
-        self.key = KernelKey(
-            torch.device("cpu"), torch.float32, shape.head_dim, shape.num_groups, shape.chunk_size,
-            shape.max_chunks, shape.num_queries, shape.load_tokens,
-            torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks, value_chunk=shape.value_chunk,
-        )  # fmt: skip
+        self.key = shape
         self.num_programs, self._plan = num_programs, None
         self._attention = compiled_when_called(generic_attention, shape)
         for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row):

@@ -46,7 +46,8 @@ def unwritten_memory_is_nan():
 
 
 def on_cpu(num_programs, **change):
-    return CpuKernels(KernelShape(D, GROUPS, E, D // E + 1, "float32", 1, 8, **change), num_programs)
+    shape = KernelShape(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1, 8, **change)
+    return CpuKernels(shape, num_programs)
 
 
 def case_of(widths, rows, *, sink=SINK, columns=1, **change):
@@ -58,14 +59,14 @@ def case_of(widths, rows, *, sink=SINK, columns=1, **change):
 @pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
 def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs):
     case = case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn).of_one_checkpoint()
-    kernels = on_cpu(num_programs, is_fp8=True)
+    kernels = on_cpu(num_programs, cache_dtype=torch.float8_e4m3fn)
     case.check(run_case(kernels, case, SCALE), SCALE)
     assert case.is_appended_by(kernels)
 
 
 def test_rows_of_fp8_have_scales_of_their_own():
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=torch.float8_e4m3fn)
-    kernels = on_cpu(7, is_fp8=True)
+    kernels = on_cpu(7, cache_dtype=torch.float8_e4m3fn)
     assert case.is_appended_by(kernels)
     expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
@@ -76,7 +77,7 @@ def test_every_number_is_stored_as_torch_stores_it():
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
     case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, keys=numbers, values=numbers.flip(0))
-    assert case.is_appended_by(on_cpu(1, is_fp8=True))
+    assert case.is_appended_by(on_cpu(1, cache_dtype=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
@@ -84,7 +85,7 @@ def test_attention_sinks_take_their_share_once(num_programs):
     """However many program instances share a head; large ones too."""
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, sinks=4 * case.sinks)
-    kernels = on_cpu(num_programs, is_fp8=True, has_sinks=True)
+    kernels = on_cpu(num_programs, cache_dtype=torch.float8_e4m3fn, has_sinks=True)
     expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
     without = replace(case, sinks=None).expected(SCALE)
@@ -192,10 +193,10 @@ def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_pla
 
 
 @pytest.mark.parametrize("value_chunk", [0, 32])
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
-def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(is_fp8, value_chunk):
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["as they come", "fp8"])
+def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(cache_dtype, value_chunk):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        assert disagreement(on_cpu(4, is_fp8=is_fp8, value_chunk=value_chunk)) < 1e-5
+        assert disagreement(on_cpu(4, cache_dtype=cache_dtype, value_chunk=value_chunk)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytest.importorskip("tilelang")
 import tilelang
 
 from leank_convert._runtime.find_kernels_leank import find_kernels
-from leank_convert._runtime.fp8_leank import as_bytes, quantise
+from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.kernel_leank import KernelShape
 from leank_convert._runtime.layout_leank import cut_layers, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
@@ -29,8 +29,9 @@ class CpuPageKernels(PageKernels):
     """The kernels on the CPU, which knows no strides: they are given copies, which are copied back."""
 
     def __init__(self, chunk_size=16, max_chunks=3, is_fp8=False, value_chunk=D):
-        sizes = (D, 2, chunk_size, max_chunks)
-        shape = KernelShape(*sizes, "float32", 1, 8, is_fp8=is_fp8, value_chunk=value_chunk)
+        sizes, cache_dtype = (D, 2, chunk_size, max_chunks, 8), FP8 if is_fp8 else None
+        options = {"cache_dtype": cache_dtype, "value_chunk": value_chunk}
+        shape = KernelShape(torch.device("cpu"), torch.float32, *sizes, **options)
         self.kernels = CpuKernels(shape, 1)
         self._append, self._gather = (self._with_copies(make, shape) for make in (append_slots, gather_rows))
 
@@ -164,7 +165,7 @@ def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, value
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize("value_chunk", [128, 32])
 def test_pages_are_read_and_written_by_16_bytes(value_chunk):
-    shape = KernelShape(128, 4, 32, 4, "bfloat16", 1, 8, value_chunk=value_chunk)
+    shape = KernelShape(torch.device("cuda"), torch.bfloat16, 128, 4, 32, 4, 8, value_chunk=value_chunk)
     append, gather = (
         tilelang.compile(make(shape), target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
         for make in (append_slots, gather_rows)
