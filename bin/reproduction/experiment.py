@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +21,12 @@ from bin.reproduction.bench import Bench
 from bin.reproduction.fetch_texts import LEARNING
 from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row, singles
 from bin.reproduction.texts import Texts, find_kinds
-from bin.reproduction.units import Unit, find_waiting, work_off
+from bin.reproduction.units import Unit, find_waiting, keep_result, read_result, work_off
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import fill_caches
 from leank_convert.evaluate.comparison import used_bytes
-from leank_convert.files import read_json, write_atomically
+from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name
 from leank_convert.mask_provenance import package_versions
@@ -70,13 +69,10 @@ class Experiment:
         if plan.has_basis and text is not None and not text.is_file():
             raise LeanKError(f"`{texts}` holds no `{LEARNING}`", hint="`bin/fetch-texts FOLDER` writes it")
         self.bench = Bench(plan, model, out, choose_device(device), text)
-        self.parts = {
-            part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)
-            for part in plan.parts
-        }
+        self.parts = {part.name: Answers(self.bench, plan, out / part.name, part) for part in plan.parts}
         kinds = [] if plan.text is None else find_kinds(texts)
         self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
-        self._chosen: dict[Row, tuple[Entry, dict[str, float]]] = {}
+        self._chosen: dict[Row, Entry] = {}
 
     def count_left(self) -> str:
         """How many units are not done, in one line."""
@@ -107,20 +103,17 @@ class Experiment:
         write_atomically(path, render(self).encode())
         return path
 
-    def choose(self, row: Row) -> tuple[Entry, dict[str, float]] | None:
-        """A row's entry and what each setting scored; of several the best, of equal ones the first.
+    def choose(self, row: Row) -> Entry | None:
+        """A row's entry: of several the best on validation prompts, of equal ones the first.
 
-        None where not all have answered the validation prompts yet.
+        None where not all have answered these yet.
         """
-        if len(row) == 1:
-            return row[0], {}
-        if row not in self._chosen:
-            means = {entry: take(self.parts[VALIDATION].scores(entry.name)) for entry in row}
-            if not all(means.values()):
+        if len(row) > 1 and row not in self._chosen:
+            scores = {entry: take(self.parts[VALIDATION].scores(entry.name)) for entry in row}
+            if not all(scores.values()):
                 return None
-            best = max(row, key=lambda entry: fmean(means[entry]))
-            self._chosen[row] = best, {entry.setting: fmean(scores) for entry, scores in means.items()}
-        return self._chosen[row]
+            self._chosen[row] = max(row, key=lambda entry: fmean(scores[entry]))
+        return self._chosen.get(row, row[0])
 
     def list_units(self) -> list[Unit]:
         """All units, in the order in which they are begun."""
@@ -178,11 +171,11 @@ class Experiment:
     def _list_text_units(self) -> Iterator[Unit]:
         for texts in self.texts:
             for length in texts.plan.lengths:
-                is_done, feed = partial(_has, partial(texts.fed, length)), partial(texts.feed, length)
+                is_done, feed = partial(_has, partial(texts.read, length)), partial(texts.feed, length)
                 yield self._list_unit(f"text/{texts.kind}-{length}", texts.plan.rows, is_done, feed)
         for texts in self.texts:
             if rows := texts.plan.answering:
-                is_done = partial(_has, texts.answered)
+                is_done = partial(_has, partial(texts.read, "answers"))
                 yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -200,28 +193,28 @@ class Experiment:
 
     def _pick(self, rows: Sequence[Row]) -> list[Entry]:
         """Each row's entry, once validation is done."""
-        found = [self.choose(row) for row in rows]
-        return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
+        found = (self.choose(row) for row in rows)
+        return list(dict.fromkeys(entry for entry in found if entry is not None))
 
     def read_bytes(self) -> dict[str, Any]:
         """The bytes of each cache, by its name, and the `tokens` that they hold; nothing before that."""
-        return read_json(self._bytes_file) if self._bytes_file.exists() else {}
+        return read_result(self._bytes_file)
 
     def _weigh(self, entries: list[Entry]) -> None:
         """Count the bytes of every cache after a prompt of the longest length."""
         answers = self.parts[self.plan.weighed_on]
-        prompt = answers.draw(max(answers.cells, key=lambda cell: cell.length), 1)[0]
+        prompt = answers.draw(max(answers.part.cells, key=lambda cell: cell.length), 1)[0]
         filled = fill_caches(self.bench.evaluated, prompt, [self.bench.variant(entry) for entry in entries])
         kept: dict[str, Any] = {name: asdict(used_bytes(cache)) for name, cache in filled}
         kept["tokens"] = len(prompt.input_ids) + 1
-        write_atomically(self._bytes_file, json.dumps(kept).encode())
+        keep_result(self._bytes_file, kept)
 
     def describe(self) -> list[str]:
         """Where it was measured, and how."""
         recipe, device = self.bench.recipe, self.bench.device
         computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         windows = recipe.windows
-        seeds = ", ".join(f"{name} {answers.seed}" for name, answers in self.parts.items())
+        seeds = ", ".join(f"{name} {answers.part.seed}" for name, answers in self.parts.items())
         packaged = [path.stem for files in self.bench.masks.packaged.values() for path in files.values()]
         return [
             f"model: {model_name(recipe.model.id or self.bench.model)}",

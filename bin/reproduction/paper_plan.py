@@ -131,7 +131,6 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
     test = _list_cells(sizes, recipe, sizes.lengths)
     chosen = Round(sizes.num_validation, ((DENSE,), *open_rows))
     shown = Round(sizes.num_prompts, ((DENSE,), *rows))
-    worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
     plan = Plan(
         title=f"The LeanK paper's experiments on {sizes.model}",
         recipe=sizes.recipe,
@@ -143,7 +142,7 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
         ),
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
-        pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
+        pairs=tuple((compared["static-norm", ratio], compared["think", ratio]) for ratio in _SHOWN),
         packaged=(MAIN,) if packaged else (),
     )
     return _add_real(plan, sizes, compared, recipe) if sizes.ruler else plan

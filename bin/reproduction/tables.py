@@ -16,7 +16,6 @@ from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Cell, 
 from bin.reproduction.texts import KINDS, compare_answers
 from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
-from leank_convert.train.scaling import count_largest
 
 _Z_95 = 1.96
 _NOTE = (
@@ -35,7 +34,6 @@ def render(experiment: Experiment) -> str:
     blocks += [render_table(table.title, _score_lines(experiment, table)) for table in plan.tables]
     blocks += [
         render_table("Further differences", _pair_lines(experiment)),
-        render_table("Settings, chosen on other prompts", _choice_lines(experiment)),
         _byte_table(experiment),
         _text_table(experiment),
         *_answer_tables(experiment),
@@ -69,14 +67,14 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
     groups |= {task: [cell for cell in dense if cell.task == task] for task, _, _ in dense}
     own = {row[0].ratio: row[0] for _, row in table.rows if _is_plain(row[0])}
     for label, row in (("dense", (DENSE,)), *table.rows):
-        choice = experiment.choose(row)
-        if choice is None or not (scores := answers.scores(choice[0].name)):
+        entry, leank = experiment.choose(row), own.get(row[0].ratio)
+        if entry is None or not (scores := answers.scores(entry.name)):
             continue
-        entry, leank = choice[0], own.get(row[0].ratio)
         others = {} if entry is DENSE else dense  # what it is compared with
         leanks = {} if leank in (None, entry) else answers.scores(leank.name)
         yield {
             "": label,
+            "setting": entry.setting,
             "asked": f"{entry.ratio:.0%}" if entry.ratio != EVERY_CHANNEL else "",
             **_removed(experiment, entry),
             "n": f"{len(take(scores)):,}",
@@ -103,41 +101,27 @@ def _mean(scores: Sequence[float]) -> str:
 
 
 def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
-    """Shares of K and V that the pruned region lacks; of learned masks, factors at 1, of kept.
-
-    Where the first are more, which of them are kept is left to their order.
-    """
+    """Shares of K and V that the pruned region lacks."""
     masks = experiment.bench.masks
     runs = [entry.run] if entry.run else [run for run in experiment.plan.runs if masks.are_made(run)][:1]
     is_shown = entry.kind in ("mask", "think") and entry.ratio != EVERY_CHANNEL
     if not is_shown or not runs or not masks.are_made(runs[0]):
-        keys, values, largest = "", "", ""
+        keys, values = "", ""
     elif entry.run is None:
         head_dim = next(iter(masks[runs[0]].values())).channel_mask.shape[-1]
-        keys, values, largest = f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%", ""
+        keys, values = f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%"
     else:
         mask = experiment.bench.mask(entry)
-        keys, values, largest = f"{mask.pruning_ratio:.1%}", f"{mask.value_pruning_ratio:.1%}", ""
-        if mask.scaling_factors is not None and entry.kind == "mask":
-            largest = f"{count_largest(mask.scaling_factors)} of {int(mask.channel_mask.sum())}"
-    return {"K removed": keys, "V removed": values, "factors at 1, of kept": largest}
+        keys, values = f"{mask.pruning_ratio:.1%}", f"{mask.value_pruning_ratio:.1%}"
+    return {"K removed": keys, "V removed": values}
 
 
 def _pair_lines(experiment: Experiment) -> Iterator[_Line]:
     for rows in experiment.plan.pairs:
-        choices = [experiment.choose(row) for row in rows]
-        first, second = (experiment.parts["test"].scores(c[0].name) if c else {} for c in choices)
-        if first and second:
-            one, other = (choice[0].name for choice in choices if choice)
-            yield {"": one, "less": other, "difference": describe_difference(subtract(first, second))}
-
-
-def _choice_lines(experiment: Experiment) -> Iterator[_Line]:
-    rows = dict.fromkeys(row for table in experiment.plan.tables for _, row in table.rows if len(row) > 1)
-    for row in rows:
-        if choice := experiment.choose(row):
-            scores = ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in choice[1].items())
-            yield {"": choice[0].name, "best": choice[0].setting, "scores there": scores}
+        names = [entry.name for row in rows if (entry := experiment.choose(row))]
+        found = [scores for name in names if (scores := experiment.parts["test"].scores(name))]
+        if len(found) == 2:
+            yield {"": names[0], "less": names[1], "difference": describe_difference(subtract(*found))}
 
 
 def _byte_table(experiment: Experiment) -> str:
@@ -162,14 +146,16 @@ def _byte_table(experiment: Experiment) -> str:
                 "KL": f"{fmean(kl):.4f}" if kl else "",
             }
         )
-    cells = ", ".join(cell.name for cell in answers.cells)
+    cells = ", ".join(cell.name for cell in answers.part.cells)
     title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells} and KL on text"
     return render_table(title, lines)
 
 
 def _read_texts(experiment: Experiment) -> dict[str, dict[str, Any]]:
     lengths = experiment.plan.text.lengths if experiment.plan.text else ()
-    found = {f"{texts.kind}, {length}": texts.fed(length) for texts in experiment.texts for length in lengths}
+    found = {
+        f"{texts.kind}, {length}": texts.read(length) for texts in experiment.texts for length in lengths
+    }
     return {where: results for where, results in found.items() if results}
 
 
@@ -205,7 +191,7 @@ def _with_interval(values: Sequence[float]) -> str:
 
 def _answer_tables(experiment: Experiment) -> Iterator[str]:
     for texts in experiment.texts:
-        answered = texts.answered()
+        answered = texts.read("answers")
         found = {name: compare_answers(own, answered[DENSE_NAME]) for name, own in answered.items()}
         lines = (
             {

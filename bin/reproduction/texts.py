@@ -5,7 +5,6 @@ One kind comes with Python; `bin/fetch-texts FOLDER` fetches the others. Nothing
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from torch import Tensor
 from bin.reproduction.bench import Bench
 from bin.reproduction.fetch_texts import read_documentation
 from bin.reproduction.plan import Entry, TextPlan
+from bin.reproduction.units import keep_result, read_result
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import decode_greedily, end_tokens
 from leank_convert.evaluate.prefill import pad_left, run_prefill
 from leank_convert.evaluate.text import measure_rows
-from leank_convert.files import read_json, write_atomically
 
 DOCUMENTATION = "documentation"
 FETCHED = ("wikipedia", "essays")  # files of the folder, less `.txt`
@@ -59,9 +58,9 @@ class Texts:
     out: Path  # where results are kept
     plan: TextPlan  # how much is measured
 
-    def fed(self, length: int) -> dict[str, Any]:
-        """What `feed` found, by entry's name; nothing where it has not been called."""
-        return self._read(length)
+    def read(self, what: int | str) -> dict[str, Any]:
+        """What `feed` found behind so many tokens, or `answer` for `answers`, by entry's name."""
+        return read_result(self._path(what))
 
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
@@ -80,12 +79,12 @@ class Texts:
             }
             for place, variant in enumerate(variants)
         }
-        self._write(length, results)
+        keep_result(self._path(length), results)
 
     def answer(self, entries: Sequence[Entry]) -> None:
         """Let entries answer long prompts at length; go on where that was killed.
 
-        Beside each answer stands its likelihood under the dense model.
+        What is kept of each are its answers' tokens, and their log-likelihood a token under the dense model.
         """
         evaluated = self.bench.evaluated
         prompts = self._ask()
@@ -95,7 +94,7 @@ class Texts:
         prefill = run_prefill(evaluated.model, *ids, query_window=window)
         ends = end_tokens(evaluated.dense)
         for variant in variants:
-            kept = self.answered()
+            kept = self.read("answers")
             if variant.name in kept:
                 continue
             model, cache = variant.start(prefill)
@@ -112,21 +111,9 @@ class Texts:
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
             kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
-            self._write("answers", kept)
+            keep_result(self._path("answers"), kept)
 
-    def answered(self) -> dict[str, Any]:
-        """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
-        return self._read("answers")
-
-    def _read(self, what: object) -> dict[str, Any]:
-        path = self._path(what)
-        return read_json(path) if path.exists() else {}
-
-    def _write(self, what: object, results: Mapping[str, Any]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path(what), json.dumps(results).encode())
-
-    def _path(self, what: object) -> Path:
+    def _path(self, what: int | str) -> Path:
         return self.out / f"{self.kind}-{what}.json"
 
     def _take(self, count: int, num_tokens: int) -> Tensor:
@@ -161,7 +148,7 @@ class Texts:
 
 
 def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
-    """How far an entry's answers, as `Texts.answered` gives them, agree with the dense model's.
+    """How far an entry's answers, as `Texts.answer` keeps them, agree with the dense model's.
 
     Returns:
         By name: the share of answers that are equal, the median of tokens before the first difference, the

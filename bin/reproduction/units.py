@@ -12,13 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from leank_convert.files import read_json, write_atomically
 from leank_convert.folders import BusyError, locked
 
 _TIMES = "times.jsonl"
@@ -33,6 +35,17 @@ class Unit:
     is_done: Callable[[], bool]  # whether its result is there, whole; asked where all that it needs is done
     make: Callable[[], None]  # leaves the result; goes on from what a killed one left
     needs: tuple[str, ...] = ()  # names of units that have to be done before
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What `keep_result` has left in a file; nothing before that."""
+    return read_json(path) if path.exists() else {}
+
+
+def keep_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a file, which is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(result).encode())
 
 
 def work_off(

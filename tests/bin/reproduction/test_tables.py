@@ -71,11 +71,11 @@ def test_the_setting_that_is_best_on_validation_prompts_is_shown(tmp_path):
     experiment = Experiment(tmp_path, SMOLLM2, "model", device="cpu")
     row = first, second = Entry("a", setting="one"), Entry("b", setting="two")
     assert experiment.choose(row) is None
-    cell = experiment.parts[VALIDATION].cells[0].name
+    cell = experiment.parts[VALIDATION].part.cells[0].name
     keep(tmp_path / VALIDATION, {cell: {"dense": [1.0], "a": [0.8], "b": [0.9]}})
-    assert experiment.choose(row) == (second, {"one": 0.8, "two": 0.9})
+    assert experiment.choose(row) == second
     keep(tmp_path / "equal" / VALIDATION, {cell: {"dense": [1.0], "a": [0.9], "b": [0.9]}})
-    assert Experiment(tmp_path / "equal", SMOLLM2, "model", device="cpu").choose(row)[0] == first
+    assert Experiment(tmp_path / "equal", SMOLLM2, "model", device="cpu").choose(row) == first
 
 
 def test_bytes_stand_beside_the_score_on_prompts_that_all_answered(tmp_path):
