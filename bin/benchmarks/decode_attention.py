@@ -220,18 +220,8 @@ PEERS: Mapping[str, Prepare] = MappingProxyType(
 )
 
 
-def default_peers(device: torch.device) -> tuple[str, ...]:
-    """The peers that can be expected to run on a device."""
-    # What torch's own dispatch takes on a GPU is one of its backends, named here on their own.
-    return (OWN_DENSE, "sdpa-cudnn", "sdpa-flash") if device.type == "cuda" else (OWN_DENSE, "sdpa")
-
-
 def read_peers(names: str, known: Collection[str]) -> tuple[str, ...]:
-    """Read a list of names between commas, `none` for no peers.
-
-    Raises:
-        LeanKError: If one is unknown.
-    """
+    """Read a list of names between commas, `none` for no peers; LeanKError if one is unknown."""
     chosen = () if names == "none" else tuple(dict.fromkeys(name.strip() for name in names.split(",")))
     for name in chosen:
         if name not in known:

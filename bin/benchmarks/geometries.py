@@ -85,11 +85,7 @@ GEOMETRIES: Mapping[str, Geometry] = MappingProxyType(
 
 
 def find_geometry(name: str | None, mask_shape: tuple[int, ...] | None) -> Geometry:
-    """Find a geometry by its name, else by the shape of a mask `[L, H_kv, D]`, else the first of the table.
-
-    Raises:
-        LeanKError: If the mask does not fit it, or fits none.
-    """
+    """A geometry by its name, else by the shape of a mask `[L, H_kv, D]`, which must fit; else the first."""
     if mask_shape is None:
         return GEOMETRIES[name or next(iter(GEOMETRIES))]
     for geometry in GEOMETRIES.values():

@@ -24,14 +24,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
-from bin.benchmarks.tables import Column, Report, number, ratio
+from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.vllm.pages import BLOCK_SIZE
 
@@ -45,13 +44,12 @@ _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? 
 # Where a server keeps what it compiles: each begins without, whoever ran before.
 _CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-_WHOLE = partial(number, digits=0)
-_COLUMNS: dict[str, Column] = {
-    "cache tokens": ("cache_tokens", _WHOLE),
-    "at once": ("most_running", _WHOLE),
-    "tokens/s": ("output_tokens_per_second", _WHOLE),
-    "TTFT ms": ("first_token_milliseconds", number),
-    "ITL ms": ("token_milliseconds", number),
+_COLUMNS = {
+    "cache tokens": Column("cache_tokens", "{:,.0f}"),
+    "at once": Column("most_running", "{:,.0f}"),
+    "tokens/s": Column("output_tokens_per_second", "{:,.0f}"),
+    "TTFT ms": Column("first_token_milliseconds"),
+    "ITL ms": Column("token_milliseconds"),
 }
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
@@ -89,9 +87,7 @@ def benchmark_serve(
 
     Of a case without requests of its own so many `requests` are sent at once, and then twice as many as each
     `concurrency`, so many at a time. All sides' caches take `memory` GB. `options` are vLLM's, of all sides.
-
-    Raises:
-        LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
+    LeanKError if nothing could be measured.
     """
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
@@ -311,7 +307,7 @@ def _print_load(
     ours = runs.pop(OURS, None)
     if ours and runs:
         others = [(f"better than {name}", _compare(ours, run)) for name, run in runs.items()]
-        columns: dict[str, Column] = {title: (key, ratio) for title, (key, _) in _COLUMNS.items()}
+        columns = {title: Column(column.key, RATIO) for title, column in _COLUMNS.items()}
         report.table("leank, how many times as much or as fast", columns, others)
 
 
@@ -319,6 +315,6 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | 
     """How many times as many, or as fast, ours is in each column."""
     pairs = {
         key: (theirs[key], ours[key]) if key.endswith("milliseconds") else (ours[key], theirs[key])
-        for key, _ in _COLUMNS.values()
+        for key, *_ in _COLUMNS.values()
     }
     return {key: over / under if under else None for key, (over, under) in pairs.items()}

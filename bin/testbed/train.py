@@ -271,7 +271,7 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     curve = _fit(model, plan)
     seconds = round(time.monotonic() - began, 1)
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
-    figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
+    figures = measure_all(model, _HELD_OUT_COUNT)
     model.save_pretrained(out)
     # Of the same words, so it is the shipped one's.
     load_tokenizer(MODEL_DIR).save_pretrained(out)
@@ -289,14 +289,12 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
 
 def main() -> None:
     """Parse `--field value` for every field of `TrainingPlan` and `--out`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write")
     for field in fields(TrainingPlan):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
-        )
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(field.default), default=field.default)
     arguments = vars(parser.parse_args())
     out = arguments.pop("out")
     unknown = set(arguments["layers"].split(",")) - {"full", "sliding"}
