@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ from leank_convert.errors import LeanKError
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
+    default=math.inf,
     help="Begin no piece of work after so many. Default: do all.",
 )
 @click.option(
@@ -66,7 +68,7 @@ def main(
     texts: Path | None,
     device: str | None,
     workers: int | None,
-    minutes: float | None,
+    minutes: float,
     packaged: bool,
     values: bool,
     quick: bool,

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.plan import DENSE_NAME, Cell, Entry, Part, Plan
+from bin.reproduction.plan import DENSE_NAME, Cell, Entry, Part
 from bin.reproduction.units import keep_result, read_result
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
@@ -30,15 +30,14 @@ Scores = dict[Cell, list[float]]
 class Answers:
     """Prompts of a part, and what was found on them."""
 
-    bench: Bench  # the model and the masks
-    plan: Plan  # how many prompts an entry is asked, and how many together
+    bench: Bench  # the model, the masks and the plan
     folder: Path  # where answers are kept
     part: Part
 
     def is_done(self, cell: Cell, count: int, entries: Sequence[Entry]) -> bool:
         """Whether all have answered what they are asked, or need not, as the dense model cannot."""
         kept = self.read(cell)
-        asked = {entry.name: self.plan.num_asked(entry, cell, count) for entry in entries}
+        asked = {entry.name: self.bench.plan.num_asked(entry, cell, count) for entry in entries}
         return self._is_weak(kept) or all(len(kept.get(name, ())) >= number for name, number in asked.items())
 
     def ask(self, cell: Cell, count: int, entries: Sequence[Entry]) -> None:
@@ -46,10 +45,10 @@ class Answers:
         prompts = self.draw(cell, count)
         log = AnswerLog(self.folder / cell.name, self._settings(cell))
         asked = [
-            (self.bench.variant(entry), prompts[: self.plan.num_asked(entry, cell, count)])
+            (self.bench.variant(entry), prompts[: self.bench.plan.num_asked(entry, cell, count)])
             for entry in entries
         ]
-        size = max(1, self.plan.batch_tokens // cell.length)
+        size = max(1, self.bench.plan.batch_tokens // cell.length)
         for start in range(0, count, size):
             here = slice(start, start + size)
             # Where a plan has grown, its new entries answer alone.

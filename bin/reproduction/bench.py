@@ -132,7 +132,7 @@ class Bench:
     def __init__(
         self, plan: Plan, model: str | None, out: Path, device: torch.device, text: Path | None = None
     ) -> None:
-        self.recipe = load_recipe(plan.recipe, plan.overrides)
+        self.plan, self.recipe = plan, load_recipe(plan.recipe, plan.overrides)
         named = model or self.recipe.model.id
         if named is None:
             raise LeanKError("the recipe names no model", hint="add `model.id` to it")
@@ -140,8 +140,7 @@ class Bench:
         self.masks = Masks(plan, named, out / "masks", device)
         on_text = [] if text is None else [f"data.haystack.source={text}"]
         self._basis_recipe = load_recipe(plan.recipe, [*plan.overrides, *on_text])
-        self.scales_file = out / "constants.pt"
-        self.basis_file = out / "basis.pt" if plan.has_basis else None
+        self.scales_file, self.basis_file = out / "constants.pt", out / "basis.pt"
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
@@ -158,7 +157,6 @@ class Bench:
     @cached_property
     def basis(self) -> ValueBasis:
         """The basis of V that `measure_basis` left."""
-        assert self.basis_file is not None
         return ValueBasis(**torch.load(self.basis_file))
 
     def mask(self, entry: Entry) -> ChannelMask:
@@ -180,7 +178,6 @@ class Bench:
 
     def measure_basis(self) -> None:
         """Measure a basis of V, as an export does, and keep it."""
-        assert self.basis_file is not None
         windows = Windows(**self.recipe.windows.model_dump())
         measured = measure_cache(
             self.model, self._basis_recipe, device=self.device, keys=False, value_windows=windows
@@ -190,7 +187,7 @@ class Bench:
 
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
-        values = None if self.basis_file is None else MAIN_VALUES
+        values = MAIN_VALUES if self.plan.has_basis else None
         mask = self.mask(Entry(run, ratio=MAIN_RATIO, run=run, values=values))
         measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=mask.value_basis)
         scales = measured.scales(mask)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -40,11 +41,8 @@ class Experiment:
 
     One of an earlier run is gone on with. The model is a folder, a hub id, or `testbed`, by default the
     recipe's; `texts` the folder that `bin/fetch-texts` wrote, if any; the device by default CUDA if there is
-    one. After so many `minutes` no piece of work is begun.
-
-    Raises:
-        LeanKError: If a packaged mask is asked for that there is not; later as training and evaluation, and
-            if `out` holds masks or answers of other settings.
+    one. After so many `minutes` no piece of work is begun. LeanKError if a packaged mask is asked for that
+    there is not, or `out` holds masks or answers of other settings.
     """
 
     def __init__(
@@ -54,22 +52,22 @@ class Experiment:
         model: str | None = None,
         texts: Path | None = None,
         device: str | torch.device | None = None,
-        minutes: float | None = None,
+        minutes: float = math.inf,
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
         self.out, self.plan, self._bytes_file = out, plan, out / "bytes.json"
         # Answers go by names that these share.
         self._mark = "values" if plan.has_basis else "packaged" if plan.packaged else "trained"
-        found = next((mark for mark in ("values", "packaged") if (out / mark).exists()), "trained")
-        if out.exists() and any(out.iterdir()) and self._mark != found:
+        found = next((mark for mark in _MARKS if (out / mark).exists()), self._mark)
+        if found != self._mark:
             raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
-        self._deadline = None if minutes is None else time.time() + 60 * minutes
+        self._deadline = time.time() + 60 * minutes
         text = None if texts is None else texts / LEARNING
         if plan.has_basis and text is not None and not text.is_file():
             raise LeanKError(f"`{texts}` holds no `{LEARNING}`", hint="`bin/fetch-texts FOLDER` writes it")
         self.bench = Bench(plan, model, out, choose_device(device), text)
-        self.parts = {part.name: Answers(self.bench, plan, out / part.name, part) for part in plan.parts}
+        self.parts = {part.name: Answers(self.bench, out / part.name, part) for part in plan.parts}
         kinds = [] if plan.text is None else find_kinds(texts)
         self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
         self._chosen: dict[Row, Entry] = {}
@@ -82,17 +80,9 @@ class Experiment:
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if self._mark != "trained":
-            (self.out / self._mark).touch()
-        console = Console(stderr=True)
-        units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
-        deadline = self._deadline
-        work_off(
-            units,
-            self.out,
-            lambda line: console.print(f"{prefix}{line}", highlight=False, soft_wrap=True),
-            lambda: deadline is not None and time.time() > deadline,
-        )
+        (self.out / self._mark).touch()
+        note = partial(Console(stderr=True).print, prefix, sep="", highlight=False, soft_wrap=True)
+        work_off(self.list_units(), self.out, note, self._deadline)
 
     def run(self) -> Path:
         """Do it all, or as much as there is time for, and write the report."""
@@ -121,9 +111,8 @@ class Experiment:
         units = [
             Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run)) for run in plan.runs
         ]
-        basis = self.bench.basis_file
-        if basis is not None:
-            units.append(Unit("basis", basis.exists, self.bench.measure_basis))
+        if plan.has_basis:
+            units.append(Unit("basis", self.bench.basis_file.exists, self.bench.measure_basis))
         if plan.has_scales:
             measure = partial(self.bench.measure_scales, MAIN)
             done = self.bench.scales_file.exists
@@ -185,10 +174,8 @@ class Experiment:
         needs += ["basis"] if self.plan.has_basis else []
         needs += ["constants"] if self.plan.has_scales else []
         if any(len(row) > 1 for row in rows):
-            parts = [part for part in self.plan.parts if part.name == VALIDATION]
-            needs += [
-                _name_unit(part, cell, each) for part in parts for each in part.rounds for cell in part.cells
-            ]
+            (part,) = (part for part in self.plan.parts if part.name == VALIDATION)
+            needs += [_name_unit(part, cell, each) for each in part.rounds for cell in part.cells]
         return tuple(needs)
 
     def _pick(self, rows: Sequence[Row]) -> list[Entry]:
@@ -227,11 +214,6 @@ class Experiment:
             f"told on: {device.type} ({computed_on})",
             "versions: " + ", ".join(f"{name} {version}" for name, version in package_versions().items()),
         ]
-
-
-def _make(unit: Unit) -> None:
-    unit.make()
-    torch.cuda.empty_cache()  # another worker on this GPU may need it
 
 
 def _has(read: Callable[[], dict[str, Any]], entries: Sequence[Entry]) -> bool:

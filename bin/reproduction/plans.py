@@ -16,6 +16,7 @@ from bin.reproduction.plan import (
     FLOOR,
     GATES,
     MAIN,
+    NO_SAMPLES,
     Cell,
     Entry,
     Part,
@@ -42,12 +43,11 @@ _TASKS = (
 )  # fmt: skip
 _LENGTHS = (4096, 8192, 16384, 32768)
 _COUNTS = (32, 64, 100)  # prompts of a cell that are answered after each round
-_NO_SAMPLES = "held_out_samples=0"
 _CODER = "qwen2.5-coder-1.5b-instruct"
 _RATIOS = (0.5, 0.6, 0.7, 0.8)
 _WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
 _HEADS = "duo-attention"
-_TRAIN_GATES = Run((f"method={_HEADS}", *GATES, _NO_SAMPLES), (0.7,))
+_TRAIN_GATES = Run((f"method={_HEADS}", *GATES, NO_SAMPLES), (0.7,))
 _TEXT = TextPlan((4000, 12000), num_fed=128, num_texts=6)
 
 
@@ -129,7 +129,7 @@ def make_centred_plan(packaged: bool = False) -> Plan:
     untrained = []
     for method in ("static-norm", "double-sparsity"):
         for centred, suffix, mean in (("true", ", centred", "model"), ("false", "", "none")):
-            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
+            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", NO_SAMPLES)
             runs[run := f"{method}-{centred}"] = Run(settings, (0.7,))
             untrained.append(take(f"{method}{suffix}", run=run, mean=mean))
     runs[_HEADS] = _TRAIN_GATES

@@ -7,6 +7,7 @@ with it, so what a killed process had begun is simply done by another, or in the
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -52,17 +53,17 @@ def work_off(
     units: Sequence[Unit],
     out: Path,
     note: Callable[[str], None],
-    is_up: Callable[[], bool] = lambda: False,
+    deadline: float = math.inf,
 ) -> None:
     """Do units until all are done, by this process or by others.
 
     Those come first that are first in the list, as far as their needs allow. `out` keeps locks, and in
     `times.jsonl` how long each unit took. `note` takes a line for each that this process begins or has done;
-    none is begun once time `is_up`.
+    none is begun after the deadline, as `time.time` counts.
     """
     done: set[str] = set()
     while waiting := find_waiting(units, done):
-        if is_up():
+        if time.time() > deadline:
             return
         for unit in waiting:
             if done.issuperset(unit.needs) and _claim(unit, out, note):
@@ -92,6 +93,7 @@ def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
         note(unit.name)
         began = time.monotonic()
         unit.make()
+        torch.cuda.empty_cache()  # another worker on this GPU may need it
         seconds = round(time.monotonic() - began, 1)
         with (out / _TIMES).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"unit": unit.name, "seconds": seconds}) + "\n")
