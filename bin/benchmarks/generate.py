@@ -78,7 +78,7 @@ def benchmark_generate(
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
     `peers` are None for all. With `drafts` our own sides' step is also timed with so many drafted tokens to
-    verify. If decoding is not right, the JSON document that is returned has `ok` false and no cases.
+    verify.
     """
     if any(num_new < 2 for _, _, num_new in cases):
         raise LeanKError(

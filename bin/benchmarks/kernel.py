@@ -52,8 +52,8 @@ def benchmark_kernel(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
-    In the JSON document that is returned a case whose check failed has `ok` false and no figures.
-    `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
+    In what is returned `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest
+    peer.
     """
     for case in cases:
         if case[2:] and case[2] >= case[1]:

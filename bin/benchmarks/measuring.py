@@ -172,8 +172,7 @@ def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, c
 def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
     """Capture what `batch` launches on the current CUDA device, after `warm_up` ran on the same stream.
 
-    Raises:
-        RuntimeError: If something of it cannot be captured.
+    RuntimeError if something of it cannot be captured.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

@@ -38,8 +38,7 @@ def benchmark_memory(
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
     `largest` are prompt and new tokens of each batch. Weights and cache may take `limit` GB in a search, None
-    for all there are. If decoding is not right, the JSON document that is returned has `ok` false and no
-    figures.
+    for all there are.
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}

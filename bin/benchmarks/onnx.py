@@ -59,11 +59,7 @@ Cached = Sequence[tuple[Tensor, Tensor]]
 
 
 def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, threads: int) -> dict[str, Any]:
-    """Measure a step at each length of the cache, and print a table.
-
-    `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
-    in the JSON document, and no figures.
-    """
+    """Measure a step at each length of the cache, by both graphs in such weights, and print a table."""
     check_available()
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)

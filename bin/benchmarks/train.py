@@ -39,17 +39,16 @@ _CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
 _STATE_SPREAD = 1.28
 _COLUMNS = {
     "seconds": Column("seconds", "{:,.3f}"),
-    "of our\nprefill": Column("ratio_to_own_prefill", RATIO),
-    "peak\nGB": Column("peak_bytes", unit=1e9),
-    "of weights\n+ K/V": Column("ratio", RATIO),
+    "of our prefill": Column("ratio_to_own_prefill", RATIO),
+    "peak GB": Column("peak_bytes", unit=1e9),
+    "of weights + K/V": Column("ratio", RATIO),
 }
 
 
 def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
     """Measure steps of one and of several questions on one context, and print a table.
 
-    `length` counts context, one question and its answer. If our step's loss or gradient is not right, the
-    JSON document that is returned has `ok` false and no figures.
+    `length` counts context, one question and its answer.
     """
     questions, question_size = _TOY_QUESTIONS if setup.is_toy else _QUESTIONS
     windows, total = setup.windows, sum(question_size)

