@@ -77,8 +77,7 @@ def benchmark_generate(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    `peers` are None for all. With `drafts` our own sides' step is also timed with so many drafted tokens to
-    verify.
+    `peers` are None for all. With `drafts` our sides' step is also timed with so many tokens to verify.
     """
     if any(num_new < 2 for _, _, num_new in cases):
         raise LeanKError(

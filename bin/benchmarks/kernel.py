@@ -52,8 +52,7 @@ def benchmark_kernel(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
-    In what is returned `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest
-    peer.
+    In what is returned `byte_ratio` is the ceiling by bytes, `ratio_to_best` ours against the fastest peer.
     """
     for case in cases:
         if case[2:] and case[2] >= case[1]:
@@ -173,21 +172,20 @@ class _Bench:
 
     def _measure_layer(self, name: str, states: _States, layer: int) -> dict[str, Any]:
         side, model, (query, keys, values) = self.sides[name], self.models[name], states
-        batch_size, _, num_tokens, head_dim = keys.shape
-        widths, pruned = side.layout.widths[layer], pruned_length(num_tokens, side.windows, query.shape[2])
-        chunk_size = model.build_cache().layers[layer].layout.chunk_size
+        batch_size, _, num_tokens, _ = keys.shape
+        pruned = pruned_length(num_tokens, side.windows, query.shape[2])
+        layout = model.build_cache().layers[layer].layout
         tokens = batch_size * num_tokens, batch_size * pruned
-        kept_values = side.value_widths[layer]
-        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes, kept_values)
+        regions = count_attention_bytes(layout, *tokens, side.stored_bytes)
         filled, mask = FilledLayer(model, layer, *states), side.channel_masks[layer].to(query.device)
-        pruning = Pruning(mask, side.windows.sink_size, pruned, kept_values)
+        pruning = Pruning(mask, side.windows.sink_size, pruned, side.value_widths[layer])
         truth = attend_exactly(query, *filled.as_stored(keys, values), pruning)
 
         def prepare() -> Attend:
             return FilledLayer(model, layer, *states).attend
 
         found = self._measure(filled.attend, prepare, query, truth, sum(regions.values()))
-        return {"layer": layer, "widths": list(widths), "bytes_by_region": regions, **found}
+        return {"layer": layer, "widths": list(layout.widths), "bytes_by_region": regions, **found}
 
     def _measure(
         self,

@@ -126,9 +126,8 @@ class Trial:
         num_steps = min(_DECODED_STEPS, num_new)
         tokens = random_prompt(model, 1, self._length)
         self._prompt, self._new = tokens[:, :-num_steps], tokens[:, -num_steps:]
-        self._left = None
-        if limit is not None:
-            self._left = limit - sum(weight.nbytes for weight in model.parameters())
+        weights = sum(weight.nbytes for weight in model.parameters())
+        self._left = None if limit is None else limit - weights
         self.row_bytes = count_bytes(self._decode(1))
         release_memory(self._device)
 

@@ -133,8 +133,7 @@ def choose_layers(setup: Setup) -> list[int]:
     taken = [layer.key_pruned + layer.value_pruned for layer in counted]
     mean = sum(taken) / len(taken)
     parts = min(_LAYERS, len(taken))
-    bounds = [len(taken) * part // parts for part in range(parts + 1)]
-    choices = itertools.product(*(range(a, b) for a, b in itertools.pairwise(bounds)))
+    choices = itertools.product(*(part.tolist() for part in np.array_split(range(len(taken)), parts)))
     return list(min(choices, key=lambda choice: abs(sum(taken[layer] for layer in choice) / parts - mean)))
 
 

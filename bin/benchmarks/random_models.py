@@ -330,7 +330,7 @@ def checked_models(sides: Mapping[str, Setup], prompt_length: int, report: Repor
                 tokens,
                 # With all channels it is the stock model, which shares no code with ours.
                 true[side.kv_dtype]
-                if side.mask.channel_mask.all() and side.kv_dtype in true
+                if side.mask.channel_mask.all()
                 else _exact_logits(build_own(exact, side), tokens),
                 errors[side.kv_dtype],
             )

@@ -87,7 +87,6 @@ def benchmark_serve(
 
     Of a case without requests of its own so many `requests` are sent at once, and then twice as many as each
     `concurrency`, so many at a time. All sides' caches take `memory` GB. `options` are vLLM's, of all sides.
-    LeanKError if nothing could be measured.
     """
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
@@ -97,17 +96,16 @@ def benchmark_serve(
     for prompt, new, *own in cases:
         loads.append(Load(prompt, new, own[0] if own else requests))
         loads += [Load(prompt, new, 2 * count, count) for count in (() if own else concurrency)]
-    length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
-    given = {
-        "--dtype": setup.dtype_name,
-        "--kv-cache-memory-bytes": round(memory * 1e9),
-        "--max-model-len": length,
-        "--load-format": "dummy",
-    }
-    if setup.kv_dtype:
-        given["--kv-cache-dtype"] = setup.kv_dtype
-    shared = [str(part) for pair in given.items() for part in pair]
-    shared += ["--no-enable-prefix-caching", *shlex.split(options)]
+    length, memory_bytes = max(load.prompt + load.new for load in loads), round(memory * 1e9)
+    shared = [
+        f"--dtype={setup.dtype_name}",
+        f"--kv-cache-memory-bytes={memory_bytes}",
+        f"--max-model-len={length + 16}",  # tokens that a tokenizer may add
+        "--load-format=dummy",
+        "--no-enable-prefix-caching",
+        *([f"--kv-cache-dtype={setup.kv_dtype}"] if setup.kv_dtype else []),
+        *shlex.split(options),
+    ]
     stem = setup.geometry.facts.architecture.causal_lm_class
     stock = ["--hf-overrides", json.dumps({"architectures": [stem]}), *shlex.split(dense_options)]
     cache = setup.kv_dtype or setup.dtype_name
@@ -144,7 +142,7 @@ def benchmark_serve(
         }
         _print_load(report, load, ran, [described[name] for name in ran])
     ok = not any("error" in side for side in sides.values())
-    return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
+    return report.document("serve", ok=ok, memory_bytes=memory_bytes, sides=sides)
 
 
 def _measure_side(
@@ -190,20 +188,21 @@ def _read_size(url: str) -> dict[str, int]:
 
 def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any]:
     """Run vLLM's benchmark once; a request before it compiles what is compiled at first use."""
-    arguments: dict[str, Any] = {
-        "--base-url": url,
-        "--model": folder,
-        "--dataset-name": "random",
-        "--random-input-len": load.prompt,
-        "--random-output-len": load.new,
-        "--num-prompts": load.requests,
-        "--num-warmups": 1,
-    }
-    if load.concurrency is not None:
-        arguments["--max-concurrency"] = load.concurrency
+    arguments = [
+        f"--base-url={url}",
+        f"--model={folder}",
+        "--dataset-name=random",
+        f"--random-input-len={load.prompt}",
+        f"--random-output-len={load.new}",
+        f"--num-prompts={load.requests}",
+        "--num-warmups=1",
+        "--ignore-eos",
+        "--disable-tqdm",
+        *([f"--max-concurrency={load.concurrency}"] if load.concurrency else []),
+    ]
     try:
         with _most_running(url) as most:
-            said = bench([*map(str, sum(arguments.items(), ())), "--ignore-eos", "--disable-tqdm"])
+            said = bench(arguments)
     except Exception as error:
         raise LeanKError(f"`vllm bench serve` failed: {first_line(error)}", exit_code=1) from error
     if said["completed"] != load.requests:

@@ -46,10 +46,7 @@ _COLUMNS = {
 
 
 def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
-    """Measure steps of one and of several questions on one context, and print a table.
-
-    `length` counts context, one question and its answer.
-    """
+    """Measure steps of one and of several questions on a context, which has `length` tokens with one."""
     questions, question_size = _TOY_QUESTIONS if setup.is_toy else _QUESTIONS
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
