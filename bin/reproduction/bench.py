@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +32,7 @@ from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.files import write_atomically
 from leank_convert.hub import resolve_model
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, save_mask
+from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_model
 from leank_convert.methods.make import train_masks
@@ -69,13 +68,11 @@ class Masks:
         """Whether a run has left all its masks; LeanKError if they are of another recipe."""
         if name in self.packaged:
             return True
-        results = self._results(name)
-        # Where a kill came between the two, nothing says what the mask was made by.
-        if not all(result.mask.exists() and result.recipe.exists() for result in results.values()):
-            return False
-        for result in results.values():
+        results = self._results(name).values()
+        for result in results:
             self._check_recipe(name, result.recipe)
-        return True
+        # Where a kill came between the two, nothing says what the mask was made by.
+        return all(result.mask.exists() and result.recipe.exists() for result in results)
 
     def make(self, name: str) -> None:
         """Make a run's masks, or go on with making them; LeanKError if they are of another recipe, too."""
@@ -112,13 +109,10 @@ def _keep(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _find_packaged(model: str, ratio: float) -> Path:
-    hint = "masks are trained where neither `--packaged` nor `--values` is given"
-    try:
-        found = find_by_model(model, ratio)
-    except LeanKError as error:
-        raise LeanKError(error.message, hint=hint) from error
-    if found is None:
-        raise LeanKError(f"the package has no mask of `{model}`", hint=hint)
+    if (found := find_by_model(model, ratio)) is None:
+        raise LeanKError(
+            f"the package has no mask of `{model}`", hint="leave `--packaged` out to train masks"
+        )
     return found
 
 
@@ -149,10 +143,8 @@ class Bench:
         facts = read_model_facts(read_config(folder), origin=self.model)
         sizes = self.recipe.windows.model_dump()
         known = MaskProvenance.for_model(self.model, facts, method="all channels", **sizes)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, MASK_FILE_NAME)
-            save_mask(replace(all_channels_mask(facts), provenance=known), path)
-            return load_evaluated(folder, self.device, mask=path)
+        mask = replace(all_channels_mask(facts), provenance=known)
+        return load_evaluated(folder, self.device, mask=mask)
 
     @cached_property
     def basis(self) -> ValueBasis:
@@ -185,10 +177,10 @@ class Bench:
         assert measured.values is not None
         _keep(self.basis_file, vars(measured.values))
 
-    def measure_scales(self, run: str) -> None:
-        """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
+    def measure_scales(self) -> None:
+        """Measure scales for FP8 of the main run's centred keys, as an export does, and keep them."""
         values = MAIN_VALUES if self.plan.has_basis else None
-        mask = self.mask(Entry(run, ratio=MAIN_RATIO, run=run, values=values))
+        mask = self.mask(Entry(MAIN, ratio=MAIN_RATIO, run=MAIN, values=values))
         measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=mask.value_basis)
         scales = measured.scales(mask)
         _keep(self.scales_file, {"key_scale": scales.keys, "value_scale": scales.values})
@@ -204,12 +196,8 @@ class Bench:
         if entry.kind == "beside":
             alone = entry.run is None
             mean = None if alone else self.mask(entry).key_mean
-            found = (
-                variant
-                for method in COMPARED
-                for variant in make_variants(method, mask, alone=alone, key_mean=mean)
-            )
-            return next(variant for variant in found if variant.name == entry.name)
+            made = (make_variants(method, mask, alone=alone, key_mean=mean) for method in COMPARED)
+            return next(variant for found in made for variant in found if variant.name == entry.name)
         kept = torch.ones_like(mask) if entry.ratio == EVERY_CHANNEL else mask
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
         if entry.rounded:

