@@ -13,10 +13,7 @@ from leank_convert.errors import LeanKError
 def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, otherwise: str) -> None:
     """Download the wheel of `name==version` by pip into a folder, unless it is there whole.
 
-    Hints say how to do `otherwise`, without pip.
-
-    Raises:
-        LeanKError: If pip cannot download it, or what it downloads is another file.
+    Hints say how to do `otherwise`, without pip; LeanKError if pip cannot, or what comes is another file.
     """
     given = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2", *flags)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *given]

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from leank_convert.device import choose_device, is_first_process
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.rounding import answer_rounded
 from leank_convert.export import CacheTrial, check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
-from leank_convert.export.request import Export, ExportRequest, MaskLike, resolve_export
+from leank_convert.export.request import ExportRequest, MaskLike, resolve_export
 from leank_convert.fields import Fields
 from leank_convert.files import user_path
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, check_of_keys
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import MeasuredCache, measure_cache
 from leank_convert.recipe import Recipe
@@ -146,7 +145,8 @@ def export_model(
     if wanted.value_basis is not None and known and known.value_pruning_ratio_asked == value_pruning_ratio:
         value_pruning_ratio = None  # nothing is left to measure
     if value_pruning_ratio is not None:
-        _check_value_ratio(export, value_pruning_ratio)
+        check_of_keys(choice.mask, choice.mask_origin)
+        check_measurable(export.checkpoint, export.facts)
     recipe = choose_recipe(named, model, run=out, device=device)
     # Keys are measured as the checkpoint will turn them, whoever says so.
     section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
@@ -168,17 +168,6 @@ def export_model(
         kv_scales=measured.scales(wanted) if kv_dtype == "fp8" else None,
         try_cache=_trial(model, recipe, kv_dtype, device, force=force),
     )
-
-
-def _check_value_ratio(export: Export, value_pruning_ratio: float) -> None:
-    if export.choice.mask.value_basis is not None:
-        raise LeanKError(
-            f"mask `{export.choice.mask_origin}` prunes V already, "
-            f"{export.choice.mask.value_pruning_ratio:.1%} of it, and a ratio of {value_pruning_ratio:g} is "
-            "asked for",
-            hint="leave out `--value-pruning-ratio`, or name a mask of K alone",
-        )
-    check_measurable(export.checkpoint, export.facts)
 
 
 def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:

@@ -190,6 +190,15 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
         )
 
 
+def check_of_keys(mask: ChannelMask, origin: str) -> None:
+    """Refuse, by a LeanKError, a mask that prunes V already: it has one basis, which is not cut anew."""
+    if mask.value_basis is not None:
+        raise LeanKError(
+            f"mask `{origin}` prunes V already, {mask.value_pruning_ratio:.1%} of it",
+            hint="name the mask of K alone that it was made beside",
+        )
+
+
 def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
     """Write a mask file: safetensors, the provenance in its header metadata.
 

@@ -27,6 +27,8 @@ from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
 
+MaskSource = ChannelMask | str | os.PathLike[str] | None
+
 
 @contextmanager
 def prune_model(
@@ -62,9 +64,7 @@ def prune_model(
         undo()
 
 
-def apply_mask(
-    model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
-) -> Callable[[], None]:
+def apply_mask(model: Any, mask: MaskSource, **sizes: int | None) -> Callable[[], None]:
     """Prune a loaded model, as `prune_model`; return what undoes it. After an error it is as it was."""
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
@@ -122,7 +122,7 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
     return stock, facts
 
 
-def find_mask(mask: ChannelMask | str | os.PathLike[str] | None, name: str) -> tuple[ChannelMask, str]:
+def find_mask(mask: MaskSource, name: str) -> tuple[ChannelMask, str]:
     """Return a mask, and what messages call it."""
     origin = "mask"
     if not isinstance(mask, ChannelMask):

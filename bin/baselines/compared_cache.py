@@ -57,7 +57,7 @@ class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.widths = prompts.channel_mask.sum(-1)
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
         self._rows, self._num_columns = prompts.rows, prompts.rows.num_columns
-        self._key_mean = prompts.key_mean
+        self._key_mean, self._scale = prompts.key_mean, prompts.softmax_scale
         self._prunes = not bool(prompts.channel_mask.all())
         self._read: Tensor | None = None  # what the last step read [B, H_kv, N]
 
@@ -125,20 +125,11 @@ class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         rows = torch.arange(len(self.lengths), device=self.keys.device)
         self.keys[rows, :, places], self.values[rows, :, places] = key_states[:, :, 0], value_states[:, :, 0]
 
-    def attend(
-        self,
-        module: object,
-        query: Tensor,
-        attention_mask: object,
-        *,
-        scaling: float | None = None,
-        **kwargs: object,
-    ) -> tuple[Tensor, None]:
+    def attend(self, module: object, query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Attend with the token that was appended [B, H, 1, D]; returns [B, 1, H, D] and no weights."""
         batch_size, num_heads, _, head_dim = query.shape
         keys, values = self.keys.float(), self.values.float()
-        scale = head_dim**-0.5 if scaling is None else scaling
-        grouped = self.enter(query.float().view(batch_size, keys.shape[1], -1, head_dim)) * scale
+        grouped = self.enter(query.float().view(batch_size, keys.shape[1], -1, head_dim)) * self._scale
         seen, whole = self._regions()
         kept = self.channel_mask[:, None]
         scores = (grouped * kept) @ keys.mT
@@ -182,17 +173,13 @@ class ComparedCache(Cache):
     # A LeanK model takes what has this for a LeanK cache.
     prefill_length = None
 
-    def __init__(self, layers: list[ComparedLayer]) -> None:
-        super().__init__(layers=[*layers])
-        self._layers = layers
-
     def takes_step(self, num_columns: int) -> bool:
         """Return that no step goes the way of captured ones."""
         return False
 
     def used(self) -> UsedBytes:
         """Count bytes after a decode step."""
-        parts = [layer.used() for layer in self._layers]
+        parts = [layer.used() for layer in self.layers if isinstance(layer, ComparedLayer)]
         return UsedBytes(sum(part.held for part in parts), sum(part.read for part in parts))
 
 
@@ -215,7 +202,7 @@ class Compared:
         lengths = mask.sum(1).tolist()
         # A row's real columns first; a copy in any case, as methods write.
         order = (torch.arange(mask.shape[1], device=mask.device) - mask.sum(1, keepdim=True)) % mask.shape[1]
-        layers = []
+        layers: list[Any] = []
         for index, (keys, values) in enumerate(prefill.keys_and_values):
             aligned = [
                 states.gather(2, order[:, None, :, None].expand_as(states)) for states in (keys, values)
@@ -234,4 +221,4 @@ class Compared:
                 key_mean=mean,
             )
             layers.append(self.make_layer(prompts))
-        return prefill.model, ComparedCache(layers)
+        return prefill.model, ComparedCache(layers=layers)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from leank_convert._runtime.layout_leank import ChunkLayout
 from leank_convert._runtime.tools import fill_layer
 from leank_convert.errors import LeanKError
-from leank_convert.head_layout import list_value_widths
 from leank_convert.windows import Windows
 
 Attend = Callable[[], Tensor]
@@ -136,28 +135,18 @@ def pruned_length(num_tokens: int, windows: Windows, num_new: int = 1) -> int:
 
 
 def count_attention_bytes(
-    widths: Sequence[int],
-    head_dim: int,
-    chunk_size: int,
-    tokens: int,
-    pruned: int,
-    element_bytes: int,
-    value_widths: Sequence[int] | None = None,
+    layout: ChunkLayout, tokens: int, pruned: int, element_bytes: int
 ) -> dict[str, int]:
     """Count what decode attention of a layer has to read, each byte once, by the cache's regions.
 
-    Of all rows' `tokens` so many are `pruned`. What is read of a head is padded to chunks of channels. Of V
-    pruned tokens have `value_widths`, None for all in heads that see them.
+    Of all rows' `tokens` so many are `pruned`. What is read of a head is padded to chunks of channels.
     """
-    whole = tokens - pruned
-    kept = sum(-(-width // chunk_size) for width in widths) * chunk_size
-    dropped = sum(-(-(head_dim - width) // chunk_size) for width in widths) * chunk_size
-    kept_values = sum(list_value_widths([widths], head_dim, None if value_widths is None else [value_widths]))
+    whole, key, value = tokens - pruned, layout.chunk_size * element_bytes, layout.value_chunk * element_bytes
     return {
-        "kept_keys": tokens * kept * element_bytes,
-        "kept_values": tokens * kept_values * element_bytes,
-        "window_keys": whole * dropped * element_bytes,
-        "window_values": whole * (len(widths) * head_dim - kept_values) * element_bytes,
+        "kept_keys": tokens * layout.num_kept_chunks * key,
+        "kept_values": tokens * sum(layout.kept_values) * value,
+        "window_keys": whole * layout.num_dropped_chunks * key,
+        "window_values": whole * sum(layout.dropped_values) * value,
     }
 
 
@@ -211,27 +200,15 @@ def _prepare_sdpa(backend: SDPBackend | None, query: Tensor, keys: Tensor, value
 OWN_DENSE = "leank-all-channels"
 # Those that are called for several new tokens too.
 CAUSAL_PEERS = (OWN_DENSE, "sdpa-flash", "sdpa")
-PEERS: Mapping[str, Prepare] = MappingProxyType(
-    {
-        "sdpa-cudnn": partial(_prepare_sdpa, SDPBackend.CUDNN_ATTENTION),
-        "sdpa-flash": partial(_prepare_sdpa, SDPBackend.FLASH_ATTENTION),
-        "sdpa": partial(_prepare_sdpa, None),
-    }
-)
-
-
-def default_peers(device: torch.device) -> tuple[str, ...]:
-    """The peers that can be expected to run on a device."""
-    # What torch's own dispatch takes on a GPU is one of its backends, named here on their own.
-    return (OWN_DENSE, "sdpa-cudnn", "sdpa-flash") if device.type == "cuda" else (OWN_DENSE, "sdpa")
+PEERS: Mapping[str, Prepare] = {
+    "sdpa-cudnn": partial(_prepare_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": partial(_prepare_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa": partial(_prepare_sdpa, None),
+}
 
 
 def read_peers(names: str, known: Collection[str]) -> tuple[str, ...]:
-    """Read a list of names between commas, `none` for no peers.
-
-    Raises:
-        LeanKError: If one is unknown.
-    """
+    """Read a list of names between commas, `none` for no peers; LeanKError if one is unknown."""
     chosen = () if names == "none" else tuple(dict.fromkeys(name.strip() for name in names.split(",")))
     for name in chosen:
         if name not in known:

@@ -31,7 +31,7 @@ from bin.benchmarks.random_models import (
     name_attention,
     random_prompt,
 )
-from bin.benchmarks.tables import Column, Report, number, ratio, share
+from bin.benchmarks.tables import RATIO, SHARE, Column, Report
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
 from leank_convert.head_layout import count_cache_bytes
@@ -55,21 +55,20 @@ _ROOM = 64
 _STEPS_TO_CAPTURE = 2  # the first of a kind warms up, the next one is captured
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
-_BANDWIDTH_ROUNDS = 21
 _NOTES = (
     "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
     "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
     "decode s: a call without its prefill, whose share of the call is the last column",
 )
-_COLUMNS: dict[str, Column] = {
-    "ms/step": ("replay_milliseconds", number),
-    "in a call": ("step_milliseconds", number),
-    "byte limit": ("byte_limit_milliseconds", number),
-    "of limit": ("bandwidth_share", share),
-    "leank faster": ("by step", ratio),
-    "decode s": ("decode_seconds", number),
-    "decode faster": ("decode", ratio),
-    "prefill": ("prefill_share", share),
+_COLUMNS = {
+    "ms/step": Column("replay_milliseconds"),
+    "in a call": Column("step_milliseconds"),
+    "byte limit": Column("byte_limit_milliseconds"),
+    "of limit": Column("bandwidth_share", SHARE),
+    "leank faster": Column("by step", RATIO),
+    "decode s": Column("decode_seconds"),
+    "decode faster": Column("decode", RATIO),
+    "prefill": Column("prefill_share", SHARE),
 }
 
 
@@ -78,11 +77,7 @@ def benchmark_generate(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    `peers` are None for all. With `drafts` our own sides' step is also timed with so many drafted tokens to
-    verify. If decoding is not right, the JSON document that is returned has `ok` false and no cases.
-
-    Raises:
-        LeanKError: If a case has no decode step, or something of ours does not fit on the device.
+    `peers` are None for all. With `drafts` our sides' step is also timed with so many tokens to verify.
     """
     if any(num_new < 2 for _, _, num_new in cases):
         raise LeanKError(
@@ -94,11 +89,11 @@ def benchmark_generate(
     report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
     measured: dict[str, Any] = {}
-    own = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
+    own = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: replace(setup, kv_dtype=None)}
     sides = {name: side for name, side in own.items() if name in (OURS, *named)}
     with checked_models(sides, max(prompt for _, prompt, _ in cases), report) as models:
         if models.check["ok"]:
-            bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
+            bandwidth = measuring.measure_read_bandwidth(setup.device, report)
             measured = {"read_bandwidth": bandwidth, "drafts": drafts}
             bench = _Bench(models, named, bandwidth, rounds, drafts)
             for case in cases:
@@ -133,20 +128,17 @@ class _Bench:
 
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
-        self._models[name], truths = self._build(name), self._shared.truths
-        check = self._checks[name] = truths.get(name, truths[DENSE]).check(self._models[name])
-        return None if check["ok"] else {"why": "its result is wrong", "check": check}
-
-    def _build(self, name: str) -> Any:
         shared, setup = self._shared, self._setup
-        if name == DYNAMIC:
-            return shared.dense
+        model = shared.dense
         if name in GRAPHS:
-            return GraphedDense(build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name])
-        model = build_own(shared.ours, self._shared.sides[name])
-        if name_attention(model, setup) != shared.attention:
-            raise LeanKError("the kernel of this layout cannot be used here")
-        return model
+            model = GraphedDense(build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name])
+        elif name in shared.sides:
+            model = build_own(shared.ours, shared.sides[name])
+            if name_attention(model, setup) != shared.attention:
+                raise LeanKError("the kernel of this layout cannot be used here")
+        self._models[name] = model
+        check = self._checks[name] = shared.truths.get(name, shared.truths[DENSE]).check(model)
+        return None if check["ok"] else {"why": "its result is wrong", "check": check}
 
     def _measure(self, name: str, prompt: Tensor, num_new: int) -> dict[str, Any]:
         # The first full prompt pays for memory that later ones find in the allocator.
@@ -163,7 +155,7 @@ class _Bench:
                 if self._drafts:
                     figures |= _name_timing("draft", time_own_step(model, prompt, self._drafts))
             figures |= time_generate(model, prompt, num_new, self._rounds)
-        setup = self._shared.sides.get(name) or self._setup.keeping_all().in_own_dtype()
+        setup = self._shared.sides.get(name) or replace(self._setup.keeping_all(), kv_dtype=None)
         # Weights are the same on all sides; the step is that of the first new token.
         read = count_step_bytes(self._shared.ours, setup, prompt.shape[0], prompt.shape[1] + 1)
         limit = sum(read.values()) / self._bandwidth / 1e6
@@ -290,16 +282,15 @@ def _name_timing(name: str, timing: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of `generate`: the whole of it, up to the first logits, from token to token; its cache."""
+    """One call of `generate`: the whole of it, up to the first logits, from token to token."""
 
     seconds: float
     prefill_seconds: float
     step_milliseconds: Sequence[float]
-    cache: Any
 
 
-def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
-    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
+def call_generate(model: Any, prompt: Tensor, num_new: int) -> tuple[Generation, Any]:
+    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens; returns its cache, too."""
     stopwatch = measuring.Stopwatch(model.device)
 
     def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -323,20 +314,19 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
     measuring.synchronize(model.device)
     seconds = time.perf_counter() - began
     prefill, *steps = stopwatch.gaps()
-    return Generation(seconds, prefill / 1e3, steps, output[CACHE])
+    return Generation(seconds, prefill / 1e3, steps), output[CACHE]
 
 
 def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
     """Figures of several calls of `generate`; medians."""
     calls, replayed = [], {}
     for _ in range(rounds):
-        call = call_generate(model, prompt, num_new)
-        if graph := getattr(call.cache, "graph", None):
+        call, cache = call_generate(model, prompt, num_new)
+        calls.append(call)
+        if hasattr(cache, "graph"):
             facts = ("num_captures", "num_replays", "why_eager")
-            replayed = {"graph": {key.removeprefix("num_"): getattr(graph, key) for key in facts}}
-        del graph
-        calls.append(replace(call, cache=None))  # a cache goes before the next one comes
-        del call
+            replayed = {"graph": {key.removeprefix("num_"): getattr(cache.graph, key) for key in facts}}
+        del cache  # before the next one comes
     seconds = median(call.seconds for call in calls)
     return {
         "rounds": rounds,
@@ -367,7 +357,7 @@ def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: in
     columns, notes = _COLUMNS, list(_NOTES)
     if drafts:
         first, *others = columns.items()
-        columns = dict([first, (f"{drafts} drafts", ("draft_milliseconds", number)), *others])
+        columns = dict([first, (f"{drafts} drafts", Column("draft_milliseconds")), *others])
         notes.append("drafts: ms/step with so many drafted tokens to verify; calls are without")
     rows = []
     for name, side in case["sides"].items():

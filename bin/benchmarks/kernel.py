@@ -8,7 +8,7 @@ new ones. More of these than the kernels take attend to a copy of the cache, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -27,22 +27,23 @@ from bin.benchmarks.decode_attention import (
     Pruning,
     attend_exactly,
     count_attention_bytes,
-    default_peers,
     pruned_length,
     read_peers,
 )
 from bin.benchmarks.random_models import PLAIN_TORCH, Setup, build_model, name_attention
-from bin.benchmarks.tables import REPLAYED, Column, Report, number, ratio, share
+from bin.benchmarks.tables import RATIO, REPLAYED, SHARE, Column, Report
 from leank_convert.errors import LeanKError
 
 OURS, OWN_DTYPE = "leank", "leank-own-dtype"
+# What torch's own dispatch takes on a GPU is one of its backends, named here on their own.
+_DEFAULT_PEERS = {"cuda": (OWN_DENSE, "sdpa-cudnn", "sdpa-flash"), "cpu": (OWN_DENSE, "sdpa")}
 _States = tuple[Tensor, Tensor, Tensor]  # query, keys, values
-_COLUMNS: dict[str, Column] = {
-    "ms": ("milliseconds", partial(number, digits=4)),
-    "MB read": ("bytes", partial(number, digits=1, unit=1e6)),
-    "GB/s": ("gigabytes_per_second", partial(number, digits=0)),
-    "of bandwidth": ("bandwidth_share", share),
-    "leank faster": ("faster", ratio),
+_COLUMNS = {
+    "ms": Column("milliseconds", "{:,.4f}"),
+    "MB read": Column("bytes", "{:,.1f}", 1e6),
+    "GB/s": Column("gigabytes_per_second", "{:,.0f}"),
+    "of bandwidth": Column("bandwidth_share", SHARE),
+    "leank faster": Column("faster", RATIO),
 }
 
 
@@ -51,11 +52,7 @@ def benchmark_kernel(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
-    In the JSON document that is returned a case whose check failed has `ok` false and no figures.
-    `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
-
-    Raises:
-        LeanKError: If there is no such peer or kernel, or all tokens are new.
+    In what is returned `byte_ratio` is the ceiling by bytes, `ratio_to_best` ours against the fastest peer.
     """
     for case in cases:
         if case[2:] and case[2] >= case[1]:
@@ -64,10 +61,12 @@ def benchmark_kernel(
                 hint="the second number of a case counts all tokens of a row, such as 4x32kx512",
             )
     own = (OWN_DTYPE,) if setup.kv_dtype else ()
-    named = read_peers(peers, (*own, OWN_DENSE, *PEERS)) if peers else (*own, *default_peers(setup.device))
+    named = (
+        read_peers(peers, (*own, OWN_DENSE, *PEERS)) if peers else (*own, *_DEFAULT_PEERS[setup.device.type])
+    )
     report = Report(setup.device, setup.describe())
     with torch.no_grad():
-        bandwidth = measuring.measure_read_bandwidth(setup.device, report, rounds=rounds)
+        bandwidth = measuring.measure_read_bandwidth(setup.device, report)
         bench = _Bench(setup, rounds, bandwidth, report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
@@ -90,8 +89,9 @@ class _Bench:
 
     def __init__(self, setup: Setup, rounds: int, bandwidth: float, l2_bytes: int) -> None:
         self.setup, self.rounds, self.bandwidth, self.l2_bytes = setup, rounds, bandwidth, l2_bytes
-        self.generator = torch.Generator(setup.device).manual_seed(0)
-        self.sides = {OURS: setup, OWN_DENSE: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
+        generator = torch.Generator(setup.device).manual_seed(0)
+        self.random = partial(torch.randn, generator=generator, dtype=setup.dtype, device=setup.device)
+        self.sides = {OURS: setup, OWN_DENSE: setup.keeping_all(), OWN_DTYPE: replace(setup, kv_dtype=None)}
         self.models = {name: build_model(side, torch.device("meta")) for name, side in self.sides.items()}
         self.attention = name_attention(self.models[OURS], setup)
         if setup.is_toy:
@@ -109,9 +109,9 @@ class _Bench:
     ) -> dict[str, Any]:
         """Measure all peers, all layers, and all peers again; a peer's figure is its faster one."""
         facts = self.setup.geometry.facts
-        query = self._random(batch_size, facts.num_attention_heads, num_new, facts.head_dim)
+        query = self.random(batch_size, facts.num_attention_heads, num_new, facts.head_dim)
         shape = batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim
-        keys, values = self._random(*shape), self._random(*shape)
+        keys, values = self.random(*shape), self.random(*shape)
         states = query, keys, values
         dense_bytes = keys.nbytes + values.nbytes
         every = torch.ones(keys.shape[1], facts.head_dim, dtype=torch.bool, device=query.device)
@@ -145,10 +145,6 @@ class _Bench:
             "ratios": ratios,
         }
 
-    def _random(self, *shape: int) -> Tensor:
-        setup = self.setup
-        return torch.randn(shape, generator=self.generator, dtype=setup.dtype, device=setup.device)
-
     def _attempt(self, name: str, states: _States, truth: AttentionTruth) -> dict[str, Any]:
         """Measure a peer; one that fails has a reason in place of figures."""
         found = measuring.attempt(self._measure_peer, name, states, truth)
@@ -176,21 +172,20 @@ class _Bench:
 
     def _measure_layer(self, name: str, states: _States, layer: int) -> dict[str, Any]:
         side, model, (query, keys, values) = self.sides[name], self.models[name], states
-        batch_size, _, num_tokens, head_dim = keys.shape
-        widths, pruned = side.layout.widths[layer], pruned_length(num_tokens, side.windows, query.shape[2])
-        chunk_size = model.build_cache().layers[layer].layout.chunk_size
+        batch_size, _, num_tokens, _ = keys.shape
+        pruned = pruned_length(num_tokens, side.windows, query.shape[2])
+        layout = model.build_cache().layers[layer].layout
         tokens = batch_size * num_tokens, batch_size * pruned
-        kept_values = side.value_widths[layer]
-        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, side.stored_bytes, kept_values)
+        regions = count_attention_bytes(layout, *tokens, side.stored_bytes)
         filled, mask = FilledLayer(model, layer, *states), side.channel_masks[layer].to(query.device)
-        pruning = Pruning(mask, side.windows.sink_size, pruned, kept_values)
+        pruning = Pruning(mask, side.windows.sink_size, pruned, side.value_widths[layer])
         truth = attend_exactly(query, *filled.as_stored(keys, values), pruning)
 
         def prepare() -> Attend:
             return FilledLayer(model, layer, *states).attend
 
         found = self._measure(filled.attend, prepare, query, truth, sum(regions.values()))
-        return {"layer": layer, "widths": list(widths), "bytes_by_region": regions, **found}
+        return {"layer": layer, "widths": list(layout.widths), "bytes_by_region": regions, **found}
 
     def _measure(
         self,

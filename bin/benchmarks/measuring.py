@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from bin.benchmarks.tables import REPLAYED, Report
@@ -28,6 +29,7 @@ _MAX_CALLS = 512
 # What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
 _TIMES_L2 = 8
 _MAX_COPIES = 64
+_READ_ROUNDS = 21
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
 # Memory that was given back seems to be cleared by the driver: a kernel that reads at 96% of an H100's
 # bandwidth took 12 to 18% longer in the next 20 ms and more.
@@ -35,11 +37,7 @@ _CLEARING_SECONDS = 0.5
 
 
 def choose_benchmark_device(device: str | None) -> torch.device:
-    """The device to measure on: CUDA, unless the CPU is asked for by name.
-
-    Raises:
-        LeanKError: If there is no CUDA device and none was named, or the named one cannot be used.
-    """
+    """The device to measure on: CUDA, unless the CPU is asked for by name."""
     if device is None and not torch.cuda.is_available():
         raise LeanKError(
             "there is no CUDA device to measure on",
@@ -105,12 +103,9 @@ class Timing:
 
 def summarize(samples: Sequence[float], calls: int, method: str) -> Timing:
     """Take the median of samples of `calls` calls each, in milliseconds."""
-    ordered = sorted(samples)
-    median = statistics.median(ordered)
-    quarter = len(ordered) // 4
-    distance = ordered[len(ordered) - 1 - quarter] - ordered[quarter]
-    spread = distance / 2 / median if median > 0 else 0.0
-    return Timing(median / calls, spread, len(ordered), calls, method)
+    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
+    spread = (high - low) / 2 / median if median > 0 else 0.0
+    return Timing(median / calls, spread, len(samples), calls, method)
 
 
 def copies_needed(num_bytes: int, l2_bytes: int) -> int:
@@ -177,8 +172,7 @@ def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, c
 def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
     """Capture what `batch` launches on the current CUDA device, after `warm_up` ran on the same stream.
 
-    Raises:
-        RuntimeError: If something of it cannot be captured.
+    RuntimeError if something of it cannot be captured.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -209,7 +203,7 @@ def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[floa
     return stopwatch.gaps()
 
 
-def measure_read_bandwidth(device: torch.device, report: Report, *, rounds: int) -> float:
+def measure_read_bandwidth(device: torch.device, report: Report) -> float:
     """Read one large buffer of random numbers; GB/s of the faster of two reductions.
 
     Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
@@ -217,7 +211,7 @@ def measure_read_bandwidth(device: torch.device, report: Report, *, rounds: int)
     """
     numbers = torch.randn(_READ_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
     ways: tuple[Call, ...] = (numbers.view(torch.int32).amax, numbers.view(torch.int64).amax)
-    best = min(time_calls([way], device, rounds=rounds).milliseconds for way in ways)
+    best = min(time_calls([way], device, rounds=_READ_ROUNDS).milliseconds for way in ways)
     bandwidth = numbers.nbytes / best / 1e6
     del numbers, ways
     release_memory(device)

@@ -17,15 +17,15 @@ from transformers import DynamicCache
 from bin.benchmarks.generate import call_generate
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, DENSE, OURS, Setup, checked_models, random_prompt
-from bin.benchmarks.tables import Column, Report, number, ratio, share
+from bin.benchmarks.tables import RATIO, SHARE, Column, Report, write
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.head_layout import count_cache_bytes
 
-_COLUMNS: dict[str, Column] = {
-    "rows": ("batch", str),
-    "by bytes": ("predicted_by_bytes", str),
-    "MB a row": ("row_bytes", partial(number, digits=1, unit=1e6)),
-    "of dense": ("ratio", ratio),
+_COLUMNS = {
+    "rows": Column("batch", "{:.0f}"),
+    "by bytes": Column("predicted_by_bytes", "{:.0f}"),
+    "MB a row": Column("row_bytes", "{:,.1f}", 1e6),
+    "of dense": Column("ratio", RATIO),
 }
 # Prompt and new tokens of the row whose cache is counted; batch and prompt of the prefill.
 _SIZES, _TOY_SIZES = ((32768, 128), (4, 32768)), ((180, 12), (2, 64))
@@ -38,11 +38,7 @@ def benchmark_memory(
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
     `largest` are prompt and new tokens of each batch. Weights and cache may take `limit` GB in a search, None
-    for all there are. If decoding is not right, the JSON document that is returned has `ok` false and no
-    figures.
-
-    Raises:
-        LeanKError: If something does not fit on the device where nothing is searched for.
+    for all there are.
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
@@ -68,7 +64,7 @@ def count_allocated(
 
     A whole window is a constant; what the append-only store allocates is divided by the tokens that it holds.
     """
-    cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new).cache
+    _, cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new)
     memory, num_tokens = cache.memory(), cache.get_seq_length()
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
@@ -110,8 +106,8 @@ def measure_prefill(
     result["share_of_dense"] = ours / theirs if ours and theirs else None
     report.line(
         f"prefill of {batch_size} x {num_prompt} tokens, peak beyond the weights, cache included: leank "
-        f"{number(ours, unit=1e9)} GB, dense {number(theirs, unit=1e9)} GB, "
-        f"{share(result['share_of_dense'])} of it"
+        f"{write(ours, unit=1e9)} GB, dense {write(theirs, unit=1e9)} GB, "
+        f"{write(result['share_of_dense'], SHARE)} of it"
     )
     return result
 
@@ -130,9 +126,8 @@ class Trial:
         num_steps = min(_DECODED_STEPS, num_new)
         tokens = random_prompt(model, 1, self._length)
         self._prompt, self._new = tokens[:, :-num_steps], tokens[:, -num_steps:]
-        self._left = None
-        if limit is not None:
-            self._left = limit - sum(weight.nbytes for weight in model.parameters())
+        weights = sum(weight.nbytes for weight in model.parameters())
+        self._left = None if limit is None else limit - weights
         self.row_bytes = count_bytes(self._decode(1))
         release_memory(self._device)
 

@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +25,7 @@ from bin.benchmarks.decode_attention import Pruning, attend_row, finite, pruned_
 from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.measuring import summarize
 from bin.benchmarks.random_models import Setup, build_stock
-from bin.benchmarks.tables import Column, Report, number, ratio, share
+from bin.benchmarks.tables import RATIO, SHARE, Column, Report
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.onnx import OPSET, PrunedModel, check_available, export_graph
 from leank_convert.onnx.graph import attending
@@ -46,13 +45,13 @@ _TOLERANCE = 1e-4
 # Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
 _QUANTIZED_TOLERANCE = 0.2
 
-_COLUMNS: dict[str, Column] = {
-    "dense ms": ("dense ms", partial(number, digits=1)),
-    "leank ms": ("leank ms", partial(number, digits=1)),
-    "leank faster": ("ratio", ratio),
-    "by bytes": ("byte_ratio", ratio),
-    "±": ("spread", share),
-    "cache of dense": ("cache", share),
+_COLUMNS = {
+    "dense ms": Column("dense ms", "{:,.1f}"),
+    "leank ms": Column("leank ms", "{:,.1f}"),
+    "leank faster": Column("ratio", RATIO),
+    "by bytes": Column("byte_ratio", RATIO),
+    "±": Column("spread", SHARE),
+    "cache of dense": Column("cache", SHARE),
 }
 
 # Per layer of one row, keys and values `[1, H_kv, N, D]`, heads in the checkpoint's order.
@@ -60,14 +59,7 @@ Cached = Sequence[tuple[Tensor, Tensor]]
 
 
 def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, threads: int) -> dict[str, Any]:
-    """Measure a step at each length of the cache, and print a table.
-
-    `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
-    in the JSON document, and no figures.
-
-    Raises:
-        LeanKError: If a library is missing.
-    """
+    """Measure a step at each length of the cache, by both graphs in such weights, and print a table."""
     check_available()
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
@@ -141,8 +133,7 @@ def choose_layers(setup: Setup) -> list[int]:
     taken = [layer.key_pruned + layer.value_pruned for layer in counted]
     mean = sum(taken) / len(taken)
     parts = min(_LAYERS, len(taken))
-    bounds = [len(taken) * part // parts for part in range(parts + 1)]
-    choices = itertools.product(*(range(a, b) for a, b in itertools.pairwise(bounds)))
+    choices = itertools.product(*(part.tolist() for part in np.array_split(range(len(taken)), parts)))
     return list(min(choices, key=lambda choice: abs(sum(taken[layer] for layer in choice) / parts - mean)))
 
 

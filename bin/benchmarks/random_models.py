@@ -110,10 +110,6 @@ class Setup:
         mask = ChannelMask(torch.ones_like(self.mask.channel_mask))
         return replace(self, mask=mask, origin="all channels")
 
-    def in_own_dtype(self) -> Setup:
-        """The same with our caches in the dtype of weights."""
-        return replace(self, kv_dtype=None)
-
     def describe(self, *, masked: bool = True) -> dict[str, Any]:
         """JSON-ready facts."""
         keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -136,10 +132,7 @@ def choose_setup(
 
     The mask is a file, a folder that holds one, or a hub id; None for a synthetic one. The geometry is a key
     of `GEOMETRIES`; None for the one that the mask fits. `values` is the part of V that heads which see
-    pruned tokens keep of these; None for what the mask says.
-
-    Raises:
-        LeanKError: If they do not go together.
+    pruned tokens keep of these; None for what the mask says. LeanKError if they do not go together.
     """
     if mask is None:
         shape = find_geometry(geometry, None)
@@ -337,7 +330,7 @@ def checked_models(sides: Mapping[str, Setup], prompt_length: int, report: Repor
                 tokens,
                 # With all channels it is the stock model, which shares no code with ours.
                 true[side.kv_dtype]
-                if side.mask.channel_mask.all() and side.kv_dtype in true
+                if side.mask.channel_mask.all()
                 else _exact_logits(build_own(exact, side), tokens),
                 errors[side.kv_dtype],
             )

@@ -24,14 +24,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
-from bin.benchmarks.tables import Column, Report, number, ratio
+from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.vllm.pages import BLOCK_SIZE
 
@@ -45,13 +44,12 @@ _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? 
 # Where a server keeps what it compiles: each begins without, whoever ran before.
 _CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-_WHOLE = partial(number, digits=0)
-_COLUMNS: dict[str, Column] = {
-    "cache tokens": ("cache_tokens", _WHOLE),
-    "at once": ("most_running", _WHOLE),
-    "tokens/s": ("output_tokens_per_second", _WHOLE),
-    "TTFT ms": ("first_token_milliseconds", number),
-    "ITL ms": ("token_milliseconds", number),
+_COLUMNS = {
+    "cache tokens": Column("cache_tokens", "{:,.0f}"),
+    "at once": Column("most_running", "{:,.0f}"),
+    "tokens/s": Column("output_tokens_per_second", "{:,.0f}"),
+    "TTFT ms": Column("first_token_milliseconds"),
+    "ITL ms": Column("token_milliseconds"),
 }
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
@@ -89,9 +87,6 @@ def benchmark_serve(
 
     Of a case without requests of its own so many `requests` are sent at once, and then twice as many as each
     `concurrency`, so many at a time. All sides' caches take `memory` GB. `options` are vLLM's, of all sides.
-
-    Raises:
-        LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
     """
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
@@ -101,17 +96,16 @@ def benchmark_serve(
     for prompt, new, *own in cases:
         loads.append(Load(prompt, new, own[0] if own else requests))
         loads += [Load(prompt, new, 2 * count, count) for count in (() if own else concurrency)]
-    length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
-    given = {
-        "--dtype": setup.dtype_name,
-        "--kv-cache-memory-bytes": round(memory * 1e9),
-        "--max-model-len": length,
-        "--load-format": "dummy",
-    }
-    if setup.kv_dtype:
-        given["--kv-cache-dtype"] = setup.kv_dtype
-    shared = [str(part) for pair in given.items() for part in pair]
-    shared += ["--no-enable-prefix-caching", *shlex.split(options)]
+    length, memory_bytes = max(load.prompt + load.new for load in loads), round(memory * 1e9)
+    shared = [
+        f"--dtype={setup.dtype_name}",
+        f"--kv-cache-memory-bytes={memory_bytes}",
+        f"--max-model-len={length + 16}",  # tokens that a tokenizer may add
+        "--load-format=dummy",
+        "--no-enable-prefix-caching",
+        *([f"--kv-cache-dtype={setup.kv_dtype}"] if setup.kv_dtype else []),
+        *shlex.split(options),
+    ]
     stem = setup.geometry.facts.architecture.causal_lm_class
     stock = ["--hf-overrides", json.dumps({"architectures": [stem]}), *shlex.split(dense_options)]
     cache = setup.kv_dtype or setup.dtype_name
@@ -148,7 +142,7 @@ def benchmark_serve(
         }
         _print_load(report, load, ran, [described[name] for name in ran])
     ok = not any("error" in side for side in sides.values())
-    return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
+    return report.document("serve", ok=ok, memory_bytes=memory_bytes, sides=sides)
 
 
 def _measure_side(
@@ -194,20 +188,21 @@ def _read_size(url: str) -> dict[str, int]:
 
 def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any]:
     """Run vLLM's benchmark once; a request before it compiles what is compiled at first use."""
-    arguments: dict[str, Any] = {
-        "--base-url": url,
-        "--model": folder,
-        "--dataset-name": "random",
-        "--random-input-len": load.prompt,
-        "--random-output-len": load.new,
-        "--num-prompts": load.requests,
-        "--num-warmups": 1,
-    }
-    if load.concurrency is not None:
-        arguments["--max-concurrency"] = load.concurrency
+    arguments = [
+        f"--base-url={url}",
+        f"--model={folder}",
+        "--dataset-name=random",
+        f"--random-input-len={load.prompt}",
+        f"--random-output-len={load.new}",
+        f"--num-prompts={load.requests}",
+        "--num-warmups=1",
+        "--ignore-eos",
+        "--disable-tqdm",
+        *([f"--max-concurrency={load.concurrency}"] if load.concurrency else []),
+    ]
     try:
         with _most_running(url) as most:
-            said = bench([*map(str, sum(arguments.items(), ())), "--ignore-eos", "--disable-tqdm"])
+            said = bench(arguments)
     except Exception as error:
         raise LeanKError(f"`vllm bench serve` failed: {first_line(error)}", exit_code=1) from error
     if said["completed"] != load.requests:
@@ -311,7 +306,7 @@ def _print_load(
     ours = runs.pop(OURS, None)
     if ours and runs:
         others = [(f"better than {name}", _compare(ours, run)) for name, run in runs.items()]
-        columns: dict[str, Column] = {title: (key, ratio) for title, (key, _) in _COLUMNS.items()}
+        columns = {title: Column(column.key, RATIO) for title, column in _COLUMNS.items()}
         report.table("leank, how many times as much or as fast", columns, others)
 
 
@@ -319,6 +314,6 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | 
     """How many times as many, or as fast, ours is in each column."""
     pairs = {
         key: (theirs[key], ours[key]) if key.endswith("milliseconds") else (ours[key], theirs[key])
-        for key, _ in _COLUMNS.values()
+        for key, *_ in _COLUMNS.values()
     }
     return {key: over / under if under else None for key, (over, under) in pairs.items()}

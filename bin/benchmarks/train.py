@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
 from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize, time_replays
 from bin.benchmarks.random_models import Setup, build_stock, random_prompt
-from bin.benchmarks.tables import Column, Report, number, ratio
+from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError
@@ -38,23 +37,16 @@ _CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
 # Standard deviation of q and k; 0.02, transformers' default, gives as much to a hidden size of 4096. With far
 # less, attention is uniform and hardly tells one channel from another.
 _STATE_SPREAD = 1.28
-_COLUMNS: dict[str, Column] = {
-    "seconds": ("seconds", partial(number, digits=3)),
-    "of our\nprefill": ("ratio_to_own_prefill", ratio),
-    "peak\nGB": ("peak_bytes", partial(number, unit=1e9)),
-    "of weights\n+ K/V": ("ratio", ratio),
+_COLUMNS = {
+    "seconds": Column("seconds", "{:,.3f}"),
+    "of our prefill": Column("ratio_to_own_prefill", RATIO),
+    "peak GB": Column("peak_bytes", unit=1e9),
+    "of weights + K/V": Column("ratio", RATIO),
 }
 
 
 def benchmark_train(setup: Setup, *, length: int) -> dict[str, Any]:
-    """Measure steps of one and of several questions on one context, and print a table.
-
-    `length` counts context, one question and its answer. If our step's loss or gradient is not right, the
-    JSON document that is returned has `ok` false and no figures.
-
-    Raises:
-        LeanKError: If the length leaves nothing to prune.
-    """
+    """Measure steps of one and of several questions on a context, which has `length` tokens with one."""
     questions, question_size = _TOY_QUESTIONS if setup.is_toy else _QUESTIONS
     windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1

@@ -27,11 +27,7 @@ def convert(gguf: Path, folder: Path, model_id: str, also_ends: Iterable[str] = 
     """Write a GGUF's model in bfloat16 into an empty folder, with its tokenizer and chat template.
 
     The file says neither the model's hub id, for `_name_or_path`, nor which tokens end an answer beside the
-    end-of-sequence token.
-
-    Raises:
-        LeanKError: If the file cannot be read, or package `gguf` is missing.
-        OSError: If the folder cannot be written to.
+    end-of-sequence token. LeanKError if the file cannot be read, or package `gguf` is missing.
     """
     try:
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)

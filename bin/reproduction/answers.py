@@ -7,7 +7,6 @@ the folders of its answers, too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,13 @@ from statistics import fmean
 from typing import Any
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.plan import DENSE_NAME, Cell, Entry, Plan
+from bin.reproduction.plan import DENSE_NAME, Cell, Entry, Part
+from bin.reproduction.units import keep_result, read_result
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.prompt import Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
-from leank_convert.files import read_json, write_atomically
 
 Scores = dict[Cell, list[float]]
 """From 0 to 1, of the first prompts of each cell."""
@@ -29,19 +28,16 @@ Scores = dict[Cell, list[float]]
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompts of one seed, and what was found on them."""
+    """Prompts of a part, and what was found on them."""
 
-    bench: Bench  # the model and the masks
-    plan: Plan  # how many prompts an entry is asked, and how many together
+    bench: Bench  # the model, the masks and the plan
     folder: Path  # where answers are kept
-    seed: int  # of the prompts
-    cells: tuple[Cell, ...]  # which tasks at which lengths
-    floor: float  # a cell is left out once the dense model scores no more
+    part: Part
 
     def is_done(self, cell: Cell, count: int, entries: Sequence[Entry]) -> bool:
         """Whether all have answered what they are asked, or need not, as the dense model cannot."""
         kept = self.read(cell)
-        asked = {entry.name: self.plan.num_asked(entry, cell, count) for entry in entries}
+        asked = {entry.name: self.bench.plan.num_asked(entry, cell, count) for entry in entries}
         return self._is_weak(kept) or all(len(kept.get(name, ())) >= number for name, number in asked.items())
 
     def ask(self, cell: Cell, count: int, entries: Sequence[Entry]) -> None:
@@ -49,10 +45,10 @@ class Answers:
         prompts = self.draw(cell, count)
         log = AnswerLog(self.folder / cell.name, self._settings(cell))
         asked = [
-            (self.bench.variant(entry), prompts[: self.plan.num_asked(entry, cell, count)])
+            (self.bench.variant(entry), prompts[: self.bench.plan.num_asked(entry, cell, count)])
             for entry in entries
         ]
-        size = max(1, self.plan.batch_tokens // cell.length)
+        size = max(1, self.bench.plan.batch_tokens // cell.length)
         for start in range(0, count, size):
             here = slice(start, start + size)
             # Where a plan has grown, its new entries answer alone.
@@ -64,11 +60,11 @@ class Answers:
             variant.name: [log.outcome(prompt, [variant.name]).scores[variant.name] for prompt in own]
             for variant, own in asked
         }
-        write_atomically(self._path(cell), json.dumps({**self.read(cell), **scores}).encode())
+        keep_result(self._path(cell), {**self.read(cell), **scores})
 
     def draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:
         """Prompts of a cell, independent of the other cells, so that more of them change nothing."""
-        tokenizer, seed = self.bench.evaluated.tokenizer, self.seed + cell.length
+        tokenizer, seed = self.bench.evaluated.tokenizer, self.part.seed + cell.length
         if cell.task in RULER_TASKS:
             prompts = draw_prompts(tokenizer, [cell.task], [cell.length], num_prompts, seed)
         else:
@@ -81,24 +77,22 @@ class Answers:
 
     def read(self, cell: Cell) -> dict[str, list[float]]:
         """Scores that were written down, by entry's name."""
-        path = self._path(cell)
-        kept: dict[str, list[float]] = read_json(path) if path.exists() else {}
-        return kept
+        return read_result(self._path(cell))
 
     def scores(self, name: str) -> Scores:
         """What an entry was found to score in cells that the dense model can answer."""
-        found = {cell: self.read(cell) for cell in self.cells}
+        found = {cell: self.read(cell) for cell in self.part.cells}
         return {
             cell: kept[name] for cell, kept in found.items() if kept.get(name) and not self._is_weak(kept)
         }
 
     def weak_cells(self) -> dict[Cell, float]:
         """Cells that are left out, and the dense model's score there."""
-        found = {cell: self.read(cell) for cell in self.cells}
+        found = {cell: self.read(cell) for cell in self.part.cells}
         return {cell: fmean(kept[DENSE_NAME]) for cell, kept in found.items() if self._is_weak(kept)}
 
     def _is_weak(self, kept: dict[str, list[float]]) -> bool:
-        return bool(kept.get(DENSE_NAME)) and fmean(kept[DENSE_NAME]) <= self.floor
+        return bool(kept.get(DENSE_NAME)) and fmean(kept[DENSE_NAME]) <= self.part.floor
 
     def _path(self, cell: Cell) -> Path:
         return self.folder / cell.name / "scores.json"
@@ -106,7 +100,7 @@ class Answers:
     def _settings(self, cell: Cell) -> dict[str, Any]:
         """What answers depend on beside the cell's name."""
         recipe = self.bench.recipe
-        settings: dict[str, Any] = {"seed": self.seed, "windows": recipe.windows.model_dump()}
+        settings: dict[str, Any] = {"seed": self.part.seed, "windows": recipe.windows.model_dump()}
         if cell.task not in RULER_TASKS:
             excluded = {"tasks", "min_length", "max_length"}
             settings["data"] = recipe.data.model_dump(mode="json", exclude=excluded)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import io
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.files import write_atomically
 from leank_convert.hub import resolve_model
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, save_mask
+from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import find_by_model
 from leank_convert.methods.make import train_masks
@@ -66,27 +65,17 @@ class Masks:
         return self._read[name]
 
     def are_made(self, name: str) -> bool:
-        """Whether a run has left all its masks.
-
-        Raises:
-            LeanKError: If they are of another recipe.
-        """
+        """Whether a run has left all its masks; LeanKError if they are of another recipe."""
         if name in self.packaged:
             return True
-        results = self._results(name)
-        # Where a kill came between the two, nothing says what the mask was made by.
-        if not all(result.mask.exists() and result.recipe.exists() for result in results.values()):
-            return False
-        for result in results.values():
+        results = self._results(name).values()
+        for result in results:
             self._check_recipe(name, result.recipe)
-        return True
+        # Where a kill came between the two, nothing says what the mask was made by.
+        return all(result.mask.exists() and result.recipe.exists() for result in results)
 
     def make(self, name: str) -> None:
-        """Make a run's masks, or go on with making them.
-
-        Raises:
-            LeanKError: As `train_masks`; also if the folder holds a run of another recipe.
-        """
+        """Make a run's masks, or go on with making them; LeanKError if they are of another recipe, too."""
         recipe, directory = self._recipes[name], TrainingDirectory(self._folder / name)
         if not recipe.trains:
             # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
@@ -113,20 +102,17 @@ class Masks:
             )
 
 
-def _to_bytes(content: Mapping[str, Any]) -> bytes:
+def _keep(file: Path, content: Mapping[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
-    return buffer.getvalue()
+    write_atomically(file, buffer.getvalue())
 
 
 def _find_packaged(model: str, ratio: float) -> Path:
-    hint = "masks are trained where neither `--packaged` nor `--values` is given"
-    try:
-        found = find_by_model(model, ratio)
-    except LeanKError as error:
-        raise LeanKError(error.message, hint=hint) from error
-    if found is None:
-        raise LeanKError(f"the package has no mask of `{model}`", hint=hint)
+    if (found := find_by_model(model, ratio)) is None:
+        raise LeanKError(
+            f"the package has no mask of `{model}`", hint="leave `--packaged` out to train masks"
+        )
     return found
 
 
@@ -140,7 +126,7 @@ class Bench:
     def __init__(
         self, plan: Plan, model: str | None, out: Path, device: torch.device, text: Path | None = None
     ) -> None:
-        self.recipe = load_recipe(plan.recipe, plan.overrides)
+        self.plan, self.recipe = plan, load_recipe(plan.recipe, plan.overrides)
         named = model or self.recipe.model.id
         if named is None:
             raise LeanKError("the recipe names no model", hint="add `model.id` to it")
@@ -148,8 +134,7 @@ class Bench:
         self.masks = Masks(plan, named, out / "masks", device)
         on_text = [] if text is None else [f"data.haystack.source={text}"]
         self._basis_recipe = load_recipe(plan.recipe, [*plan.overrides, *on_text])
-        self.scales_file = out / "constants.pt"
-        self.basis_file = out / "basis.pt" if plan.has_basis else None
+        self.scales_file, self.basis_file = out / "constants.pt", out / "basis.pt"
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
@@ -158,15 +143,12 @@ class Bench:
         facts = read_model_facts(read_config(folder), origin=self.model)
         sizes = self.recipe.windows.model_dump()
         known = MaskProvenance.for_model(self.model, facts, method="all channels", **sizes)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, MASK_FILE_NAME)
-            save_mask(replace(all_channels_mask(facts), provenance=known), path)
-            return load_evaluated(folder, self.device, mask=path)
+        mask = replace(all_channels_mask(facts), provenance=known)
+        return load_evaluated(folder, self.device, mask=mask)
 
     @cached_property
     def basis(self) -> ValueBasis:
         """The basis of V that `measure_basis` left."""
-        assert self.basis_file is not None
         return ValueBasis(**torch.load(self.basis_file))
 
     def mask(self, entry: Entry) -> ChannelMask:
@@ -188,22 +170,20 @@ class Bench:
 
     def measure_basis(self) -> None:
         """Measure a basis of V, as an export does, and keep it."""
-        assert self.basis_file is not None
         windows = Windows(**self.recipe.windows.model_dump())
         measured = measure_cache(
             self.model, self._basis_recipe, device=self.device, keys=False, value_windows=windows
         )
         assert measured.values is not None
-        write_atomically(self.basis_file, _to_bytes(vars(measured.values)))
+        _keep(self.basis_file, vars(measured.values))
 
-    def measure_scales(self, run: str) -> None:
-        """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
-        values = None if self.basis_file is None else MAIN_VALUES
-        mask = self.mask(Entry(run, ratio=MAIN_RATIO, run=run, values=values))
+    def measure_scales(self) -> None:
+        """Measure scales for FP8 of the main run's centred keys, as an export does, and keep them."""
+        values = MAIN_VALUES if self.plan.has_basis else None
+        mask = self.mask(Entry(MAIN, ratio=MAIN_RATIO, run=MAIN, values=values))
         measured = measure_cache(self.model, self.recipe, device=self.device, value_basis=mask.value_basis)
         scales = measured.scales(mask)
-        found = {"key_scale": scales.keys, "value_scale": scales.values}
-        write_atomically(self.scales_file, _to_bytes(found))
+        _keep(self.scales_file, {"key_scale": scales.keys, "value_scale": scales.values})
 
     def variant(self, entry: Entry) -> Variant:
         """What answers as an entry does."""
@@ -216,31 +196,22 @@ class Bench:
         if entry.kind == "beside":
             alone = entry.run is None
             mean = None if alone else self.mask(entry).key_mean
-            found = (
-                variant
-                for method in COMPARED
-                for variant in make_variants(method, mask, alone=alone, key_mean=mean)
-            )
-            return next(variant for variant in found if variant.name == entry.name)
+            made = (make_variants(method, mask, alone=alone, key_mean=mean) for method in COMPARED)
+            return next(variant for found in made for variant in found if variant.name == entry.name)
         kept = torch.ones_like(mask) if entry.ratio == EVERY_CHANNEL else mask
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
         if entry.rounded:
             assert mean is not None and entry.kv_dtype is not None
-            return RoundedPrompt(
-                entry.name,
-                kept,
-                constants={"key_mean": mean},
-                rounded_to=entry.kv_dtype,
-                keys=entry.rounded == "K",
-            )
-        constants: dict[str, Tensor] | None = None
-        if entry.mean != "prompt" and mean is not None:
             constants = {"key_mean": mean}
-            if entry.kv_dtype == "fp8" and entry.mean == "model":
-                constants |= torch.load(self.scales_file)
+            return RoundedPrompt(
+                entry.name, kept, constants=constants, rounded_to=entry.kv_dtype, keys=entry.rounded == "K"
+            )
+        constants = {} if entry.mean == "prompt" or mean is None else {"key_mean": mean}
+        if constants and entry.kv_dtype == "fp8" and entry.mean == "model":
+            constants |= torch.load(self.scales_file)
         pruned = None if entry.values is None else self.mask(entry)
         return PrunedValues(
-            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants, pruned_values=pruned
+            entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants or None, pruned_values=pruned
         )
 
 
@@ -256,9 +227,7 @@ class RoundedPrompt(Masked):
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with rounded prompts."""
-        model: Any
-        cache: Any
-        model, cache = super().start(prefill)
+        model, cache = cast(tuple[Any, Any], super().start(prefill))
         assert self.channel_masks is not None
         for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
             keys, values = layer.pending
@@ -288,9 +257,7 @@ class PrunedValues(Masked):
 
     def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
-        model: Any
-        cache: Any
-        model, cache = super().start(prefill)
+        model, cache = cast(tuple[Any, Any], super().start(prefill))
         if (own := self.pruned_values) is not None and self.channel_masks is not None:
             assert own.value_widths is not None and own.value_basis is not None
             kept, head_dim = self.channel_masks.sum(-1).tolist(), self.channel_masks.shape[-1]

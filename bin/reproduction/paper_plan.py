@@ -12,6 +12,7 @@ from bin.reproduction.plan import (
     GATES,
     MAIN,
     MAIN_RATIO,
+    NO_SAMPLES,
     VALIDATION,
     Cell,
     Entry,
@@ -37,14 +38,13 @@ _VALIDATION_SEED, _TEST_SEED, _RULER_SEED, _COMPARED_SEED = 2_000_000, 3_000_000
 # Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
 # 30% would be cut from 19 to 16.
 _ANY_WIDTH = "width_multiple=1"
-_STAGE1_ALONE = "magnitude-alpha"
+_STAGE1_ALONE, _MULTIPLE_1 = "magnitude-alpha", "multiple-1"
 _COMBINED = "duo-attention+leank"
 _PER_HEAD_BUDGET = "per-head-budget-dynamic"
 _HEAD_METHODS = tuple(m.name for m in METHODS.values() if m.whole_heads or m.has_gates)
 _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.whole_heads)
 _UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands beside LeanK on a real model
-_HARD_RATIO = 0.9  # shown beside the main one, as differences are large there
-_SHOWN = (MAIN_RATIO, _HARD_RATIO)
+_SHOWN = (MAIN_RATIO, 0.9)  # of the ablations; at the second differences are large
 # Variants of `evaluate --also` whose scores stand beside their caches' bytes, alone and on LeanK's channels.
 _ALONE = (
     "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
@@ -63,16 +63,13 @@ class Sizes:
     model: str = "the shipped model"  # in the title
     recipe: str = "quickstart"  # name or file of the recipe that every run changes
     overrides: tuple[str, ...] = ()  # changes to it that all runs share
-    side_overrides: tuple[str, ...] = ()  # changes that all runs but the main one share
     # Of the comparison, ascending, 0.7 and 0.9 among them.
     ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # fmt: skip
     num_seeds: int = 5  # runs of the main setting
     l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
     width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
     # Tasks of runs that train on fewer than the main setting does.
-    task_choices: tuple[tuple[str, ...], ...] = (
-        ("retrieval",), ("multi_value",), ("retrieval", "multi_value"),
-    )  # fmt: skip
+    task_choices: tuple[str, ...] = ("retrieval", "multi_value", "retrieval, multi_value")
     short_lengths: tuple[int, ...] = (1024,)  # the longest context of runs that are then asked longer ones
     # Of the test prompts of a real model: RULER's tasks with the most tokens of an answer. None: those of the
     # recipe, for the shipped model, which knows no language.
@@ -102,12 +99,11 @@ SMOLLM2 = Sizes(
     model="SmolLM2-135M-Instruct",
     recipe="smollm2-135m-instruct",
     overrides=GATES,
-    side_overrides=("held_out_samples=0",),
     ratios=(0.5, 0.6, 0.7, 0.8, 0.9),
     num_seeds=2,
     l1_weights=(0.06, 0.2, 0.4),
     width_multiples=(32,),
-    task_choices=(("retrieval",), ("multi_value",)),
+    task_choices=("retrieval", "multi_value"),
     short_lengths=(2048, 4096),
     # The dense model copies no code of 24 hexadecimal digits, as the recipe's own task asks for. A number
     # takes 8 tokens, and it ends only some of its answers.
@@ -131,7 +127,6 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
     test = _list_cells(sizes, recipe, sizes.lengths)
     chosen = Round(sizes.num_validation, ((DENSE,), *open_rows))
     shown = Round(sizes.num_prompts, ((DENSE,), *rows))
-    worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
     plan = Plan(
         title=f"The LeanK paper's experiments on {sizes.model}",
         recipe=sizes.recipe,
@@ -143,7 +138,7 @@ def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
         ),
         tables=tuple(tables.tables),
         batch_tokens=sizes.batch_tokens,
-        pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in _SHOWN for a, b in worse),
+        pairs=tuple((compared["static-norm", ratio], compared["think", ratio]) for ratio in _SHOWN),
         packaged=(MAIN,) if packaged else (),
     )
     return _add_real(plan, sizes, compared, recipe) if sizes.ruler else plan
@@ -197,7 +192,7 @@ class _Tables:
         """Note masks that are needed, at the two shown ratios if no other are given; returns `name`."""
         assert name not in self.runs, name
         asked = tuple(ratios or _SHOWN)
-        self.runs[name] = Run((*self.sizes.side_overrides, f"method={method}", *overrides), asked)
+        self.runs[name] = Run((NO_SAMPLES, f"method={method}", *overrides), asked)
         return name
 
     def compare_methods(self) -> dict[tuple[str, float], Row]:
@@ -208,7 +203,7 @@ class _Tables:
         # The run of each of a method's settings.
         taken = {
             MAIN: {"": MAIN},
-            UNALIGNED: {"": self.add_run("multiple-1", _ANY_WIDTH, ratios=ratios)},
+            UNALIGNED: {"": self.add_run(_MULTIPLE_1, _ANY_WIDTH, ratios=ratios)},
             _STAGE1_ALONE: {"": self.add_run(_STAGE1_ALONE, num_steps, method=_STAGE1_ALONE, ratios=ratios)},
         }
         for method in _STATIC_METHODS:
@@ -228,89 +223,40 @@ class _Tables:
             for ratio in ratios
             if all(ratio in self.runs[run].ratios for run in settings.values())
         }
+        windows = (("the recipe's windows", False), ("ThinK's windows", True))
         for method, widths in (("think", None), (_PER_HEAD_BUDGET, MAIN)):
             for ratio in ratios:
-                settings = (("the recipe's windows", False), ("ThinK's windows", True))
                 rows[method, ratio] = tuple(
                     Entry(f"{method}, {setting}, {ratio:g}", "think", ratio, widths, setting, own)
-                    for setting, own in settings
+                    for setting, own in windows
                 )
         self._add("Pruning ratio against accuracy", ((label, row) for (label, _), row in rows.items()))
         return rows
 
     def add_ablations(self, compared: Mapping[tuple[str, float], Row]) -> None:
-        """Add LeanK's parts and settings, one changed at a time."""
-        sizes, recipe = self.sizes, self.recipe
-        self.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH)
-        self._ablate(
-            "With and without stage 2, at equal steps", {"both stages": MAIN, "stage 1 alone": _STAGE1_ALONE}
+        """Add LeanK's parts and settings, one changed at a time, at the two shown ratios."""
+        sizes, seed = self.sizes, self.recipe.seed
+        runs = {
+            "the recipe": MAIN,
+            "stage 1 alone, as many steps": _STAGE1_ALONE,
+            "every head alike": self.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH),
+            "any width": _MULTIPLE_1,
+        }
+        sweeps: tuple[tuple[str, str, Iterable[object]], ...] = (
+            ("lambda {}", "stage1.l1_weight={}", sizes.l1_weights),
+            ("widths of {}", "width_multiple={}", sizes.width_multiples),
+            ("trained on {}", "data.tasks=[{}]", sizes.task_choices),
+            ("contexts of at most {} tokens", "data.max_length={}", sizes.short_lengths),
+            ("seed {}", "seed={}", range(seed + 1, seed + sizes.num_seeds)),
         )
-        budgets: list[tuple[str, Row]] = []
+        for label, override, values in sweeps:
+            for value in values:
+                runs[label.format(value)] = self.add_run(label.format(value), override.format(value))
+        rows: list[tuple[str, Row]] = []
         for ratio in _SHOWN:
-            budgets += [
-                ("uniform budget, dynamic channels (ThinK)", compared["think", ratio]),
-                ("uniform budget, learned channels", (_take("uniform-budget", ratio),)),
-                ("learned budget, dynamic channels", compared[_PER_HEAD_BUDGET, ratio]),
-                ("learned budget, learned channels (LeanK)", compared[MAIN, ratio]),
-            ]
-        self._add("Budgets per head, and learned against dynamic channels", budgets)
-        self._sweep(
-            "Lambda, the weight of the L1 penalty in stage 1",
-            ("lambda-{:g}", "stage1.l1_weight={}", "{:g}"),
-            sizes.l1_weights,
-            {recipe.stage1.l1_weight: MAIN},
-        )
-        self._sweep(
-            "Width multiple, which a head's kept channels are a multiple of",
-            ("multiple-{}", "width_multiple={}", "{}"),
-            sizes.width_multiples,
-            {1: "multiple-1", recipe.width_multiple: MAIN},
-        )
-        tasks = {
-            _name_tasks(trained): self.add_run(
-                f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"
-            )
-            for trained in sizes.task_choices
-        }
-        tasks["all three" if len(recipe.data.tasks) == 3 else _name_tasks(recipe.data.tasks)] = MAIN
-        self._ablate("Training tasks", tasks)
-        self._sweep(
-            "Training lengths",
-            ("up-to-{}", "data.max_length={}", "contexts up to {} tokens"),
-            sizes.short_lengths,
-            {recipe.data.max_length: MAIN},
-        )
-        self._sweep(
-            "Training seeds",
-            ("seed-{}", "seed={}", "seed {}"),
-            range(recipe.seed + 1, recipe.seed + sizes.num_seeds),
-            {recipe.seed: MAIN},
-        )
-        heads = sizes.ratios[0]
-        both = 0.8 if 0.8 in sizes.ratios else _HARD_RATIO  # of LeanK on top of DuoAttention
-        whole = (
-            ("high-frequency ratio", compared["high-frequency-ratio", heads]),
-            ("DuoAttention", compared["duo-attention", heads]),
-            ("DuoAttention + LeanK", compared[_COMBINED, both]),
-            ("LeanK", compared[MAIN, both]),
-        )
-        self._add("Whole heads, and channels of the rest", whole)
-
-    def _sweep(
-        self, title: str, forms: tuple[str, str, str], values: Iterable[float], known: dict[float, str]
-    ) -> None:
-        """Compare values of a setting; `forms` are of a run's name, of its override and of its label."""
-        name, override, label = forms
-        runs = known | {
-            value: self.add_run(name.format(value), override.format(value))
-            for value in values
-            if value not in known
-        }
-        self._ablate(title, {label.format(value): runs[value] for value in sorted(runs)})
-
-    def _ablate(self, title: str, runs: Mapping[str, str]) -> None:
-        """Compare runs, given by their labels, at the two shown ratios."""
-        self._add(title, ((label, (_take(run, ratio),)) for ratio in _SHOWN for label, run in runs.items()))
+            rows += [(label, (_take(run, ratio),)) for label, run in runs.items()]
+            rows.append(("the recipe's widths, channels of each prompt", compared[_PER_HEAD_BUDGET, ratio]))
+        self._add("Parts and settings, one changed at a time", rows)
 
     def _add(self, title: str, rows: Iterable[tuple[str, Row]]) -> None:
         self.tables.append(Table(title, "test", tuple(rows)))
@@ -325,7 +271,3 @@ def _list_cells(sizes: Sizes, recipe: Recipe, lengths: Sequence[int]) -> tuple[C
     """Tasks at lengths that settings are chosen on, or the tables are filled by."""
     tasks = sizes.ruler or [(task, None) for task in recipe.data.tasks]
     return tuple(Cell(task, length, most) for length in lengths for task, most in tasks)
-
-
-def _name_tasks(tasks: Sequence[str]) -> str:
-    return f"{tasks[0]} alone" if len(tasks) == 1 else " and ".join(tasks)

@@ -17,6 +17,7 @@ EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
 FLOOR = 0.2
 """Of a real model's cells those count in which the dense model scores more."""
+NO_SAMPLES = "held_out_samples=0"  # of runs whose masks answer here anyway
 GATES = ("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1")
 """Changes to a real model's recipe where gates of heads are trained."""
 

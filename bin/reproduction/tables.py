@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 from bin.reproduction.answers import Answers, Scores, subtract, take
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.plan import DENSE, DENSE_NAME, EVERY_CHANNEL, MAIN, Cell, Entry, Table
-from bin.reproduction.texts import KINDS, compare_answers
+from bin.reproduction.texts import compare_answers
+from bin.reproduction.units import read_result
 from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
-from leank_convert.train.scaling import count_largest
 
 _Z_95 = 1.96
 _NOTE = (
@@ -35,7 +34,6 @@ def render(experiment: Experiment) -> str:
     blocks += [render_table(table.title, _score_lines(experiment, table)) for table in plan.tables]
     blocks += [
         render_table("Further differences", _pair_lines(experiment)),
-        render_table("Settings, chosen on other prompts", _choice_lines(experiment)),
         _byte_table(experiment),
         _text_table(experiment),
         *_answer_tables(experiment),
@@ -69,14 +67,14 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
     groups |= {task: [cell for cell in dense if cell.task == task] for task, _, _ in dense}
     own = {row[0].ratio: row[0] for _, row in table.rows if _is_plain(row[0])}
     for label, row in (("dense", (DENSE,)), *table.rows):
-        choice = experiment.choose(row)
-        if choice is None or not (scores := answers.scores(choice[0].name)):
+        entry, leank = experiment.choose(row), own.get(row[0].ratio)
+        if entry is None or not (scores := answers.scores(entry.name)):
             continue
-        entry, leank = choice[0], own.get(row[0].ratio)
         others = {} if entry is DENSE else dense  # what it is compared with
         leanks = {} if leank in (None, entry) else answers.scores(leank.name)
         yield {
             "": label,
+            "setting": entry.setting,
             "asked": f"{entry.ratio:.0%}" if entry.ratio != EVERY_CHANNEL else "",
             **_removed(experiment, entry),
             "n": f"{len(take(scores)):,}",
@@ -103,53 +101,38 @@ def _mean(scores: Sequence[float]) -> str:
 
 
 def _removed(experiment: Experiment, entry: Entry) -> dict[str, str]:
-    """Shares of K and V that the pruned region lacks; of learned masks, factors at 1, of kept.
-
-    Where the first are more, which of them are kept is left to their order.
-    """
+    """Shares of K and V that the pruned region lacks."""
     masks = experiment.bench.masks
     runs = [entry.run] if entry.run else [run for run in experiment.plan.runs if masks.are_made(run)][:1]
     is_shown = entry.kind in ("mask", "think") and entry.ratio != EVERY_CHANNEL
     if not is_shown or not runs or not masks.are_made(runs[0]):
-        keys, values, largest = "", "", ""
+        keys, values = "", ""
     elif entry.run is None:
         head_dim = next(iter(masks[runs[0]].values())).channel_mask.shape[-1]
-        keys, values, largest = f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%", ""
+        keys, values = f"{1 - kept_channels(head_dim, entry.ratio) / head_dim:.1%}", "0.0%"
     else:
         mask = experiment.bench.mask(entry)
-        keys, values, largest = f"{mask.pruning_ratio:.1%}", f"{mask.value_pruning_ratio:.1%}", ""
-        if mask.scaling_factors is not None and entry.kind == "mask":
-            largest = f"{count_largest(mask.scaling_factors)} of {int(mask.channel_mask.sum())}"
-    return {"K removed": keys, "V removed": values, "factors at 1, of kept": largest}
+        keys, values = f"{mask.pruning_ratio:.1%}", f"{mask.value_pruning_ratio:.1%}"
+    return {"K removed": keys, "V removed": values}
 
 
 def _pair_lines(experiment: Experiment) -> Iterator[_Line]:
     for rows in experiment.plan.pairs:
-        choices = [experiment.choose(row) for row in rows]
-        first, second = (experiment.parts["test"].scores(c[0].name) if c else {} for c in choices)
-        if first and second:
-            one, other = (choice[0].name for choice in choices if choice)
-            yield {"": one, "less": other, "difference": describe_difference(subtract(first, second))}
-
-
-def _choice_lines(experiment: Experiment) -> Iterator[_Line]:
-    rows = dict.fromkeys(row for table in experiment.plan.tables for _, row in table.rows if len(row) > 1)
-    for row in rows:
-        if choice := experiment.choose(row):
-            scores = ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in choice[1].items())
-            yield {"": choice[0].name, "best": choice[0].setting, "scores there": scores}
+        names = [entry.name for row in rows if (entry := experiment.choose(row))]
+        found = [scores for name in names if (scores := experiment.parts["test"].scores(name))]
+        if len(found) == 2:
+            yield {"": names[0], "less": names[1], "difference": describe_difference(subtract(*found))}
 
 
 def _byte_table(experiment: Experiment) -> str:
-    plan, kept = experiment.plan, experiment.read_bytes()
+    plan, kept = experiment.plan, read_result(experiment.bytes_file)
     if not kept:
         return ""
     answers = experiment.parts[plan.weighed_on]
-    dense, num_tokens, texts = kept[DENSE_NAME], kept["tokens"], _read_texts(experiment)
+    dense, num_tokens = kept[DENSE_NAME], kept["tokens"]
     lines = []
     for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):
         used, scores = kept[entry.name], answers.scores(entry.name)
-        kl = [found[entry.name]["kl"] for found in texts.values() if entry.name in found]
         change = None if entry is DENSE else subtract(scores, answers.scores(DENSE_NAME))
         lines.append(
             {
@@ -159,18 +142,11 @@ def _byte_table(experiment: Experiment) -> str:
                 "read by a step": f"{used['read'] / dense['read']:.1%}",
                 "score": _mean(take(scores)),
                 "against dense": describe_difference(change),
-                "KL": f"{fmean(kl):.4f}" if kl else "",
             }
         )
-    cells = ", ".join(cell.name for cell in answers.cells)
-    title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells} and KL on text"
+    cells = ", ".join(cell.name for cell in answers.part.cells)
+    title = f"Bytes of a cache of {num_tokens:,} tokens, all counted, beside scores on {cells}"
     return render_table(title, lines)
-
-
-def _read_texts(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    lengths = experiment.plan.text.lengths if experiment.plan.text else ()
-    found = {f"{texts.kind}, {length}": texts.fed(length) for texts in experiment.texts for length in lengths}
-    return {where: results for where, results in found.items() if results}
 
 
 def _text_table(experiment: Experiment) -> str:
@@ -179,7 +155,7 @@ def _text_table(experiment: Experiment) -> str:
         return ""
     lines = (
         {
-            "text behind": where,
+            "text behind": f"{texts.kind}, {length}",
             "cache": name,
             "KL": f"{row['kl']:.4f}",
             "agreement": f"{row['agreement']:.1%}",
@@ -187,13 +163,12 @@ def _text_table(experiment: Experiment) -> str:
             "NLL": f"{row['nll']:.3f}",
             "change of NLL, over texts": _with_interval(row.get("nll_changes", ())),
         }
-        for where, found in _read_texts(experiment).items()
-        for name, row in found.items()
+        for texts in experiment.texts
+        for length in text.lengths
+        for name, row in read_result(texts.path(length)).items()
     )
-    missing = [KINDS[kind] for kind in KINDS if kind not in {texts.kind for texts in experiment.texts}]
-    skipped = f" (not fetched: {', '.join(missing)})" if missing else ""
     title = f"Natural text, {text.num_fed} tokens fed behind so many, {text.num_texts} texts each, in nats"
-    return render_table(f"{title} a token{skipped}", lines)
+    return render_table(f"{title} a token", lines)
 
 
 def _with_interval(values: Sequence[float]) -> str:
@@ -205,7 +180,7 @@ def _with_interval(values: Sequence[float]) -> str:
 
 def _answer_tables(experiment: Experiment) -> Iterator[str]:
     for texts in experiment.texts:
-        answered = texts.answered()
+        answered = read_result(texts.path("answers"))
         found = {name: compare_answers(own, answered[DENSE_NAME]) for name, own in answered.items()}
         lines = (
             {
@@ -218,9 +193,7 @@ def _answer_tables(experiment: Experiment) -> Iterator[str]:
             }
             for name, each in found.items()
         )
-        title = (
-            f"Answers of up to {texts.plan.answer_tokens} tokens, {KINDS[texts.kind]}: log-likelihoods are"
-        )
+        title = f"Answers of up to {texts.plan.answer_tokens} tokens, {texts.kind}: log-likelihoods are"
         yield render_table(f"{title} the dense model's in nats a token, first differences medians", lines)
 
 

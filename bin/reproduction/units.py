@@ -7,18 +7,21 @@ with it, so what a killed process had begun is simply done by another, or in the
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from leank_convert.files import read_json, write_atomically
 from leank_convert.folders import BusyError, locked
 
 _TIMES = "times.jsonl"
@@ -35,21 +38,32 @@ class Unit:
     needs: tuple[str, ...] = ()  # names of units that have to be done before
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """What `keep_result` has left in a file; nothing before that."""
+    return read_json(path) if path.exists() else {}
+
+
+def keep_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a file, which is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(result).encode())
+
+
 def work_off(
     units: Sequence[Unit],
     out: Path,
     note: Callable[[str], None],
-    is_up: Callable[[], bool] = lambda: False,
+    deadline: float = math.inf,
 ) -> None:
     """Do units until all are done, by this process or by others.
 
     Those come first that are first in the list, as far as their needs allow. `out` keeps locks, and in
     `times.jsonl` how long each unit took. `note` takes a line for each that this process begins or has done;
-    none is begun once time `is_up`.
+    none is begun after the deadline, as `time.time` counts.
     """
     done: set[str] = set()
     while waiting := find_waiting(units, done):
-        if is_up():
+        if time.time() > deadline:
             return
         for unit in waiting:
             if done.issuperset(unit.needs) and _claim(unit, out, note):
@@ -79,6 +93,7 @@ def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
         note(unit.name)
         began = time.monotonic()
         unit.make()
+        torch.cuda.empty_cache()  # another worker on this GPU may need it
         seconds = round(time.monotonic() - began, 1)
         with (out / _TIMES).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"unit": unit.name, "seconds": seconds}) + "\n")

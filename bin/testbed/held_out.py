@@ -14,6 +14,7 @@ from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, PAD, TASKS, USER, build_sample
 
 HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
+_SEED = 2  # of the prompts
 
 
 @torch.no_grad()
@@ -46,7 +47,7 @@ def exact_match(
     return right / count
 
 
-def measure_all(model: PreTrainedModel, *, count: int, seed: int) -> list[dict[str, Any]]:
+def measure_all(model: PreTrainedModel, count: int) -> list[dict[str, Any]]:
     """Measure `exact_match` for every task, length of `HELD_OUT_LENGTHS` and kind of name."""
     return [
         {
@@ -54,7 +55,9 @@ def measure_all(model: PreTrainedModel, *, count: int, seed: int) -> list[dict[s
             "tokens": tokens,
             "two_word_names": two_words,
             "n": count,
-            "exact_match": exact_match(model, task, tokens, two_word_names=two_words, count=count, seed=seed),
+            "exact_match": exact_match(
+                model, task, tokens, two_word_names=two_words, count=count, seed=_SEED
+            ),
         }
         for task in TASKS
         for tokens in HELD_OUT_LENGTHS
@@ -74,15 +77,12 @@ def render_table(figures: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure the shipped model, or the one in `--model`, and print the table."""
+    """Measure the shipped model, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=MODEL_DIR, help="folder of the model; default: the shipped one")
     parser.add_argument("--count", type=int, default=1024, help="prompts a cell; default: 1024")
-    parser.add_argument("--seed", type=int, default=2, help="of the prompts; default: 2, as in training.json")
-    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device, trust_remote_code=False)
-    print(render_table(measure_all(model, count=arguments.count, seed=arguments.seed)))
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, device_map=device, trust_remote_code=False)
+    print(render_table(measure_all(model, parser.parse_args().count)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import collections
 import itertools
 import json
-import logging
 import os
 import random
 import time
@@ -27,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bin.testbed.held_out import measure_all, render_table
+from leank_convert.mask_provenance import package_versions
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -55,8 +54,6 @@ _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim",
 )  # fmt: skip
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,7 @@ def _fit(model: PreTrainedModel, plan: TrainingPlan) -> list[dict[str, float]]:
             "loss": round(sum(losses) / len(losses), 5),
         }
         curve.append(point)
-        logger.info(json.dumps(point))
+        print(json.dumps(point), flush=True)
     return curve
 
 
@@ -271,32 +268,30 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     curve = _fit(model, plan)
     seconds = round(time.monotonic() - began, 1)
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
-    figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
+    figures = measure_all(model, _HELD_OUT_COUNT)
     model.save_pretrained(out)
     # Of the same words, so it is the shipped one's.
     load_tokenizer(MODEL_DIR).save_pretrained(out)
     record = {
         "plan": asdict(plan),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": package_versions(),
         "training_seconds": seconds,
         "held_out": figures,
         "curve": curve,
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    logger.info(render_table(figures))
+    print(render_table(figures))
 
 
 def main() -> None:
     """Parse `--field value` for every field of `TrainingPlan` and `--out`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write")
     for field in fields(TrainingPlan):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
-        )
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(field.default), default=field.default)
     arguments = vars(parser.parse_args())
     out = arguments.pop("out")
     unknown = set(arguments["layers"].split(",")) - {"full", "sliding"}
@@ -306,7 +301,6 @@ def main() -> None:
         parser.error(
             "--layers: a model with sliding layers takes the shipped one's place: name another --out"
         )
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     train_testbed(TrainingPlan(**arguments), out)
 
 

@@ -29,7 +29,7 @@ from leank_convert.cli.warmup import warmup
 from leank_convert.errors import LeanKError, cut, first_line
 
 
-class Group(click.Group):
+class Command(click.Command):
     """Turns errors, the toolkit's and click's, into `error:` and `hint:` lines and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -54,8 +54,7 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; with `--debug` errors keep their tracebacks."""
         try:
-            with _announced():
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except LeanKError as error:
             if ctx.params.get("debug"):
                 raise
@@ -75,9 +74,17 @@ class Group(click.Group):
             ctx.exit(refusal.exit_code)
 
 
+class Group(Command, click.Group):
+    """Says on a terminal, too, that a command loads something, where it has not ended after a second."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        with _announced():
+            return super().invoke(ctx)
+
+
 @contextmanager
 def _announced() -> Iterator[None]:
-    """Say on a terminal that a command loads something, where it has not ended after a second."""
     timer = Timer(1, click.echo, ["loading torch, transformers and the files"], {"err": True})
     timer.daemon = True
     if sys.stderr.isatty():

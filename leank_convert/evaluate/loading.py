@@ -30,7 +30,7 @@ from leank_convert.families import Architecture
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import read_block
-from leank_convert.prune import apply_mask, find_mask
+from leank_convert.prune import MaskSource, apply_mask, find_mask
 from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -60,7 +60,7 @@ class EvaluatedModel:
 
 
 def load_evaluated(
-    checkpoint: Path, device: torch.device, *, mask: str | Path | None = None, trust: bool = False
+    checkpoint: Path, device: torch.device, *, mask: MaskSource = None, trust: bool = False
 ) -> EvaluatedModel:
     """Load a checkpoint, and its dense twin on the same memory; `trust` runs whatever code it holds.
 
@@ -83,7 +83,7 @@ def load_evaluated(
         config = read_config(folder)
         if "leank" in config:
             raise LeanKError(
-                f"`{checkpoint}` is a checkpoint, which has its mask, and `{mask}` is another",
+                f"`{checkpoint}` is a checkpoint, which has its mask already",
                 hint="leave the mask out, or name the original model",
             )
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))

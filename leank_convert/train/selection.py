@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leank_convert.errors import LeanKError
 from leank_convert.hub import hide_local_paths, model_name
-from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask
+from leank_convert.mask import ChannelMask, check_mask_fits, check_of_keys, load_mask, resolve_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import ModelFiles
@@ -152,11 +152,7 @@ def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
     path = resolve_mask(mask)
     found = load_mask(path)
     check_mask_fits(found, files.facts, mask_origin=str(path), model_origin=files.name)
-    if found.value_basis is not None:
-        raise LeanKError(
-            f"mask `{path}` prunes V already, {found.value_pruning_ratio:.1%} of it",
-            hint="name the mask of K alone that it was made beside",
-        )
+    check_of_keys(found, str(path))
     return found
 
 

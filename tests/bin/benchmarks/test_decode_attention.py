@@ -11,6 +11,7 @@ from bin.benchmarks.decode_attention import (
     pruned_length,
 )
 from bin.benchmarks.random_models import build_model, choose_setup
+from runtime.layout_leank import ChunkLayout
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +23,16 @@ def inputs():
 
 def test_bytes_by_hand():
     # Heads of 0, 32 and 40 of 64 channels in chunks of 32; 30 tokens, 10 of them pruned.
-    assert count_attention_bytes((0, 32, 40), 64, 32, 30, 10, element_bytes=2) == {
+    assert count_attention_bytes(ChunkLayout((0, 32, 40), 64, 32), 30, 10, element_bytes=2) == {
         "kept_keys": 30 * (1 + 2) * 32 * 2,
         "kept_values": 30 * 2 * 64 * 2,
         "window_keys": 20 * (2 + 1 + 1) * 32 * 2,
         "window_values": 20 * 1 * 64 * 2,
     }
-    assert sum(count_attention_bytes((0, 32, 64, 64), 64, 32, 50, 0, 2).values()) == 2 * 50 * 4 * 64 * 2
+    assert (
+        sum(count_attention_bytes(ChunkLayout((0, 32, 64, 64), 64, 32), 50, 0, 2).values())
+        == 2 * 50 * 4 * 64 * 2
+    )
 
 
 def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
@@ -39,7 +43,8 @@ def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inpu
         filled = FilledLayer(model, layer, *inputs)
         memory = filled._cache.memory()
         # Widths are whole chunks here, so that no lane is padding.
-        counted = count_attention_bytes(setup.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
+        layout = ChunkLayout(setup.layout.widths[layer], 64, 16)
+        counted = count_attention_bytes(layout, 3 * 90, 3 * pruned, 4)
         assert counted == {region: getattr(memory, region).used for region in counted}
         assert torch.equal(filled.attend(), filled.attend())
         pruning = Pruning(setup.channel_masks[layer], setup.windows.sink_size, pruned)
