@@ -69,11 +69,7 @@ def rotate_back(out: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
 
 
 def choose_constants(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    real: torch.Tensor | None,
-    kv_dtype: str,
-    model: Constants,
+    keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None, kv_dtype: str, model: Constants
 ) -> Constants:
     """Return a prompt's constants: the model's, and where a rounded cache lacks some, every row's own.
 

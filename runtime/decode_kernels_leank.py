@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-from .kernel_key_leank import (
-    BLOCK,
-    LANES,
-    TILE,
-    KernelKey,
-    Product,
-    num_parts,
-    plan_tiles,
-)
+from .kernel_key_leank import BLOCK, LANES, TILE, KernelKey, Product, num_parts, plan_tiles
 from .operators_leank import NUM_TENSORS, append, attend, registered
 from .parts_leank import load_part
 from .stored_leank import StoreTensors
@@ -182,17 +174,10 @@ class DecodeKernels:
         Returns:
             `[B, H, d, D]`; columns of padding hold numbers without meaning.
         """
-        output: torch.Tensor = attend(
-            self._handle,
-            query,
-            *store[:NUM_TENSORS],
-            seen,
-            pruned,
-            plan,
-            sink_size,
-            softmax_scale,
-            None if sinks is None else sinks.detach(),
-        )
+        sinks = None if sinks is None else sinks.detach()
+        what_is_seen = seen, pruned, plan, sink_size
+        memory = store[:NUM_TENSORS]
+        output: torch.Tensor = attend(self._handle, query, *memory, *what_is_seen, softmax_scale, sinks)
         return output
 
     def copy_row(
@@ -247,22 +232,10 @@ class DecodeKernels:
         query = cos.new_empty(seen.shape[0], num_heads, seen.shape[1], head_dim)
         cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
         query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
+        states = projected.vectors, cos, sin, query_weight.detach(), key_weight.detach(), query
+        target = *self.arguments(store), self.mean_of(store), seen, self._flags(valid)
         with torch.cuda.device(query.device):
-            self._rope_append(
-                projected.vectors,
-                cos,
-                sin,
-                query_weight.detach(),
-                key_weight.detach(),
-                query,
-                *self.arguments(store),
-                self.mean_of(store),
-                seen,
-                self._flags(valid),
-                int(norms is not None),
-                eps,
-                *projected.cut,
-            )
+            self._rope_append(*states, *target, int(norms is not None), eps, *projected.cut)
         return query
 
     def add_norm(
@@ -349,15 +322,9 @@ class DecodeKernels:
         valid: torch.Tensor | None,
     ) -> None:
         """Append as the operator is asked to."""
+        target = *self.arguments(store), self.mean_of(store), seen, self._flags(valid)
         with torch.cuda.device(keys.device):
-            self._append(
-                keys.contiguous(),
-                values.contiguous(),
-                *self.arguments(store),
-                self.mean_of(store),
-                seen,
-                self._flags(valid),
-            )
+            self._append(keys.contiguous(), values.contiguous(), *target)
 
     def launch_attend(
         self,
@@ -385,29 +352,16 @@ class DecodeKernels:
         # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
         early = self._plan is not None and self._plan() is plan
         self._plan = weakref.ref(plan)
-        arguments = self.arguments(store)
+        arguments = *self.arguments(store), seen, pruned, plan, beside
         part = (self.num_programs, 2, num_queries)
         with torch.cuda.device(query.device):
             for first in range(0, num_columns, at_once):
                 columns = first, min(at_once, num_columns - first)
                 parts = torch.empty(*part, query.shape[3], dtype=torch.float32, device=query.device)
                 lse = torch.empty(part, dtype=torch.float32, device=query.device)
-                self._attention(
-                    query,
-                    *arguments,
-                    seen,
-                    pruned,
-                    plan,
-                    beside,
-                    parts,
-                    lse,
-                    output,
-                    *columns,
-                    sink_size,
-                    softmax_scale * _LOG2_E,
-                    int(early),
-                )
-                self._merge(store.head_table, plan, parts, lse, output, *columns)
+                results = parts, lse, output, *columns
+                self._attention(query, *arguments, *results, sink_size, softmax_scale * _LOG2_E, int(early))
+                self._merge(store.head_table, plan, *results)
         return output
 
     def arguments(self, store: StoreTensors) -> tuple[Any, ...]:

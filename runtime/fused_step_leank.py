@@ -139,13 +139,7 @@ def _attend(
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     query = stored.kernels.rope_append(
-        projected,
-        cos,
-        sin,
-        norms,
-        stored.store.tensors,
-        append.seen,
-        append.valid,
+        projected, cos, sin, norms, stored.store.tensors, append.seen, append.valid
     )
     attended: torch.Tensor = stored.attend(query, append, attention.scaling)
     return attended.transpose(1, 2).reshape(batch_size * num_columns, -1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.utils import logging
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+_Forward = Callable[[dict[str, Any]], Any]
 _FIRST_OF_ITS_KIND = "the first step of its kind"
 
 # Columns of the steps that are captured; kernels are compiled for such numbers too.
@@ -116,6 +117,31 @@ class _Inputs:
             self.valid[:, count:] = False
 
 
+class _Call(NamedTuple):
+    """A step of a model on a cache: arguments of its forward pass, and the tensors among them."""
+
+    model: Any
+    cache: LeanKCache
+    inputs: dict[str, Any]
+    given: _Inputs
+
+    def fill(self, buffers: _Inputs) -> None:
+        """Copy the step's tensors into memory for such."""
+        buffers.fill(self.given, self.cache.rows.num_columns)
+
+    def make_on(self, buffers: _Inputs, forward: _Forward) -> Any:
+        """Run a forward pass that reads buffers, and keeps all logits."""
+        self.cache.rows.next_valid = buffers.valid
+        keep = {"logits_to_keep": 0} if "logits_to_keep" in self.inputs else {}
+        own = {buffers.name: buffers.tokens, "position_ids": buffers.position_ids}
+        return forward({**self.inputs, **keep, **own})
+
+    def asked_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return of an output `[B, captured columns, n]` the step's own, and of logits those kept."""
+        columns = tensor[:, : self.given.num_columns]
+        return columns[:, -self.inputs["logits_to_keep"] :] if name == "logits" else columns
+
+
 @dataclass(frozen=True)
 class _Captured:
     """A captured step.
@@ -182,7 +208,7 @@ class DecodeGraph:
         cache: LeanKCache,
         inputs: dict[str, Any],
         valid: torch.Tensor | None,
-        forward: Callable[[dict[str, Any]], Any],
+        forward: _Forward,
     ) -> Any:
         """Run a decode step of at most `MAX_DRAFT` columns on a cache that is split and has room for it.
 
@@ -197,25 +223,26 @@ class DecodeGraph:
             What `forward` returns; tensors in it are the caller's.
         """
         name = "input_ids" if inputs["inputs_embeds"] is None else "inputs_embeds"
-        given = _Inputs(name, inputs[name], inputs["position_ids"], valid)
-        self._num_columns = count = given.captured_columns
-        self.why_eager = self._why_eager(model, cache, inputs, given)
+        call = _Call(model, cache, inputs, _Inputs(name, inputs[name], inputs["position_ids"], valid))
+        self._num_columns = count = call.given.captured_columns
+        self.why_eager = self._why_eager(call)
         is_new, step = self.why_eager == _FIRST_OF_ITS_KIND, forward
         if (self.why_eager is None or is_new) and self._model and self._model.is_fused:
             step = functools.partial(fused_forward, model, cache)
         if self.why_eager is None:
-            captured = self._captured.get(count) or self._capture(model, cache, inputs, given, step)
+            captured = self._captured.get(count) or self._capture(call, step)
             if captured is not None:
                 self._captured[count] = captured
-                return self._replay(cache, inputs, given, captured)
+                return self._replay(call, captured)
             is_new = count not in self._failures
         if is_new and count > 1:
-            return self._warm_up(cache, inputs, given, step)
+            return _warm_up(call, step)
         cache.rows.next_valid = None if valid is None else valid.to(torch.bool)
         return (step if is_new else forward)(inputs)
 
-    def _why_eager(self, model: Any, cache: LeanKCache, inputs: dict[str, Any], given: _Inputs) -> str | None:
+    def _why_eager(self, call: _Call) -> str | None:
         """Return why a step is not replayed; drop a capture that does not hold any more."""
+        model, cache, inputs, given = call
         if not self.enabled:
             return "`use_graphs` is off"
         if self._num_columns in self._failures:
@@ -260,19 +287,12 @@ class DecodeGraph:
         query = torch.empty(shape, dtype=model.dtype, device=device)
         return all(layer.kernels_for(query) is not None for layer in cache.pruned_layers)
 
-    def _capture(
-        self,
-        model: Any,
-        cache: LeanKCache,
-        inputs: dict[str, Any],
-        given: _Inputs,
-        forward: Callable[[dict[str, Any]], Any],
-    ) -> _Captured | None:
+    def _capture(self, call: _Call, forward: _Forward) -> _Captured | None:
         """Capture a step without running it; None, and the cache as it was, if that fails."""
-        saved = _host_state(cache)
+        saved = _host_state(call.cache)
         for attempt in (1, 2):
             try:
-                return self._try_capture(model, cache, inputs, given, forward)
+                return self._try_capture(call, forward)
             except Exception as error:
                 _restore(saved)
                 if isinstance(error, torch.OutOfMemoryError) and attempt == 1:
@@ -280,7 +300,7 @@ class DecodeGraph:
                     torch.cuda.empty_cache()
                     continue
                 failure = f"capturing failed: {type(error).__name__}: {error}"
-                kinds = model.graph_memory.captured_kinds
+                kinds = call.model.graph_memory.captured_kinds
                 self.why_eager = failure
                 if self._kind in kinds:
                     # Perhaps a warm-up was wanted after all: this step is one, and the next is captured.
@@ -297,70 +317,43 @@ class DecodeGraph:
                 raise
             finally:
                 # It refers to memory of the graph.
-                cache.rows.forget_step()
+                call.cache.rows.forget_step()
         return None
 
-    def _try_capture(
-        self,
-        model: Any,
-        cache: LeanKCache,
-        inputs: dict[str, Any],
-        given: _Inputs,
-        forward: Callable[[dict[str, Any]], Any],
-    ) -> _Captured:
-        saved = _host_state(cache)
-        buffers = given.buffers()
-        buffers.fill(given, cache.rows.num_columns)
-        graph = StepGraph(given.tokens.device, model.graph_memory)
-        cache.rows.next_valid = buffers.valid
-        output = graph.capture(lambda: forward(_arguments(inputs, buffers)))
+    def _try_capture(self, call: _Call, forward: _Forward) -> _Captured:
+        saved, buffers = _host_state(call.cache), call.given.buffers()
+        call.fill(buffers)
+        graph = StepGraph(buffers.tokens.device, call.model.graph_memory)
+        output = graph.capture(lambda: call.make_on(buffers, forward))
         # Nothing has run: the host counts columns when the step is replayed.
         _restore(saved)
-        tensors = {name: value for name, value in output.items() if value is not cache}
+        tensors = {name: value for name, value in output.items() if value is not call.cache}
         if not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise TypeError(f"the model's output holds more than tensors: {', '.join(tensors)}")
         self.num_captures += 1
-        model.graph_memory.captured_kinds.add(self._kind)
+        call.model.graph_memory.captured_kinds.add(self._kind)
         return _Captured(self._kind, graph, buffers, type(output), tensors)
 
-    def _replay(self, cache: LeanKCache, inputs: dict[str, Any], given: _Inputs, captured: _Captured) -> Any:
-        captured.inputs.fill(given, cache.rows.num_columns)
+    def _replay(self, call: _Call, captured: _Captured) -> Any:
+        call.fill(captured.inputs)
         captured.graph.replay()
-        cache.advance(given.num_columns)
+        call.cache.advance(call.given.num_columns)
         self.num_replays += 1
-        output = {
-            name: _asked_for(name, tensor, inputs, given).clone() for name, tensor in captured.output.items()
-        }
-        return captured.output_type(**output, **{CACHE: cache})
-
-    @staticmethod
-    def _warm_up(
-        cache: LeanKCache, inputs: dict[str, Any], given: _Inputs, forward: Callable[[dict[str, Any]], Any]
-    ) -> Any:
-        """Run several columns as they will be captured, with the padding."""
-        buffers = given.buffers()
-        buffers.fill(given, cache.rows.num_columns)
-        cache.rows.next_valid = buffers.valid
-        output = forward(_arguments(inputs, buffers))
-        cache.advance(given.num_columns - buffers.num_columns)
-        return type(output)(
-            **{
-                name: _asked_for(name, value, inputs, given) if isinstance(value, torch.Tensor) else value
-                for name, value in output.items()
-            }
-        )
+        output = {name: call.asked_for(name, held).clone() for name, held in captured.output.items()}
+        return captured.output_type(**output, **{CACHE: call.cache})
 
 
-def _arguments(inputs: dict[str, Any], buffers: _Inputs) -> dict[str, Any]:
-    """Return arguments of a forward pass that reads buffers; it keeps all logits."""
-    keep = {"logits_to_keep": 0} if "logits_to_keep" in inputs else {}
-    return {**inputs, **keep, buffers.name: buffers.tokens, "position_ids": buffers.position_ids}
-
-
-def _asked_for(name: str, tensor: torch.Tensor, inputs: dict[str, Any], given: _Inputs) -> torch.Tensor:
-    """Return of an output `[B, captured columns, n]` the step's own, and of logits those that are kept."""
-    columns = tensor[:, : given.num_columns]
-    return columns[:, -inputs["logits_to_keep"] :] if name == "logits" else columns
+def _warm_up(call: _Call, forward: _Forward) -> Any:
+    """Run several columns as they will be captured, with the padding."""
+    buffers = call.given.buffers()
+    call.fill(buffers)
+    output = call.make_on(buffers, forward)
+    call.cache.advance(call.given.num_columns - buffers.num_columns)
+    own = {
+        name: call.asked_for(name, value) if isinstance(value, torch.Tensor) else value
+        for name, value in output.items()
+    }
+    return type(output)(**own)
 
 
 def _host_state(cache: LeanKCache) -> list[tuple[Any, dict[str, Any]]]:

@@ -95,9 +95,7 @@ def store_token(
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
         if c < place[Head.NUM_KEPT] + place[Head.NUM_DROPPED]:
             channel = T.if_then_else(
-                lanes[c, j] >= 0,
-                new_key[T.max(lanes[c, j], 0) % new_key.shape[0]],
-                T.cast(0, new_key.dtype),
+                lanes[c, j] >= 0, new_key[T.max(lanes[c, j], 0) % new_key.shape[0]], T.cast(0, new_key.dtype)
             )
             stored = _as_stored(channel, key_scale, row, head, T.max(lanes[c, j], 0) % new_key.shape[0])
             if c < place[Head.NUM_KEPT]:

@@ -115,10 +115,7 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
             step = first - block * steps
             if cpu:
                 for t in T.serial(count):
-                    T.copy(
-                        weight[block * BLOCK : (block + 1) * BLOCK, step * size : (step + 1) * size],
-                        w,
-                    )
+                    T.copy(weight[block * BLOCK : (block + 1) * BLOCK, step * size : (step + 1) * size], w)
                     T.copy(states[0:tokens, step * size : (step + 1) * size], x)
                     if (t == 0) | (step == 0):
                         T.fill(sums, 0)

@@ -124,16 +124,13 @@ class RowState:
         num_columns: int,
         attention_mask: torch.Tensor | None,
         device: torch.device,
-        *,
-        split_now: bool = False,
     ) -> Step:
         """Return what a forward pass changes; the first layer's call works it out and advances the rows.
 
         `start` is the columns that the calling layer held before, `attention_mask` the real columns
         `[B, start + num_columns]`, or the causal mask made of them
-        `[B, 1, num_columns, start + num_columns]`, None without padding. With `split_now` a prompt is split
-        whatever `prune` says. A mask of fewer columns or of another kind raises a ValueError, and so does
-        another number of rows than the cache's.
+        `[B, 1, num_columns, start + num_columns]`, None without padding. A mask of fewer columns or of
+        another kind raises a ValueError, and so does another number of rows than the cache's.
         """
         if start < self.num_columns and self._step is not None and self._step.start == start:
             return self._step.to(device)
@@ -154,7 +151,7 @@ class RowState:
             append = self._append(self.next_valid, num_columns, num_columns)
         else:
             padding = self.extended_padding(attention_mask, start + num_columns)
-            if not self.is_split and (num_decode or split_now or self.prune == "eager"):
+            if not self.is_split and (num_decode or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
             if num_decode:

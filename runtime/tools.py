@@ -1,6 +1,6 @@
-"""Caches without `generate`: fork and concatenate caches, and fill one layer by itself.
+"""Caches without `generate`: fork and concatenate them, for evaluations.
 
-For evaluations and benchmarks. No checkpoint carries this file; it works on a cache of any checkpoint's code.
+No checkpoint carries this file; it works on a cache of any checkpoint's code.
 """
 
 from __future__ import annotations
@@ -224,26 +224,3 @@ def _join_own(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tens
 def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:
     """Join `[B, H, S, D]` by rows, with zeros before each that has fewer than `num_columns` columns."""
     return torch.cat([pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts])
-
-
-def fill_layer(cache: LeanKCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put a whole prompt into one layer without a model, and split it at once, whatever `prune` says.
-
-    Keys, after rotary embedding, and values are `[B, H_kv, S, D]`, without padding. Layers filled one after
-    the other before anything is decoded take prompts of one shape. A layer that holds tokens, or that they do
-    not fit, raises a ValueError.
-    """
-    layer: LeanKLayer = cache.layers[layer_idx]
-    rows, (batch_size, _, num_columns, _) = cache.rows, keys.shape
-    if layer.num_columns:
-        raise ValueError(f"layer {layer_idx} holds {layer.num_columns} columns, only an empty one is filled")
-    layer.lazy_initialization(keys, values)
-    step = rows.step(0, batch_size, num_columns, None, keys.device, split_now=True)
-    if step.split is None or step.num_columns != num_columns or rows.batch_size != batch_size:
-        raise ValueError(
-            f"layer {layer_idx} is given {batch_size} rows of {num_columns} columns, another layer holds "
-            f"{rows.batch_size} of {step.num_columns}; reset the cache to fill it with other prompts"
-        )
-    layer.extend_pending(keys, values)
-    layer.num_columns = num_columns
-    layer.split(step)

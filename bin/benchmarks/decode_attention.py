@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from leank_convert._runtime.layout_leank import ChunkLayout
-from leank_convert._runtime.tools import fill_layer
 from leank_convert.errors import LeanKError
 from leank_convert.windows import Windows
 
@@ -150,6 +149,16 @@ def count_attention_bytes(
     }
 
 
+def fill_layer(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Put a whole prompt, `[B, H_kv, S, D]` each, into one layer of a cache that prunes eagerly."""
+    filled, num_tokens = cache.layers[layer], keys.shape[2]
+    filled.lazy_initialization(keys, values)
+    step = cache.rows.step(0, len(keys), num_tokens, None, keys.device)
+    filled.extend_pending(keys, values)
+    filled.num_columns = num_tokens
+    filled.split(step)
+
+
 class FilledLayer:
     """One layer of a LeanK model's cache after a prompt of all tokens but the last d, and those behind it.
 
@@ -158,7 +167,7 @@ class FilledLayer:
     """
 
     def __init__(self, model: Any, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self._cache, num_new = model.build_cache(), query.shape[2]
+        self._cache, num_new = model.build_cache("eager"), query.shape[2]
         fill_layer(self._cache, layer, keys[:, :, :-num_new], values[:, :, :-num_new])
         filled, scale = self._cache.layers[layer], query.shape[3] ** -0.5
         self._store = filled.store

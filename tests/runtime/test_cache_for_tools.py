@@ -11,7 +11,7 @@ from torch import nn
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.attention_leank import leank_attention
-from runtime.tools import concatenate, fill_layer, fork
+from runtime.tools import concatenate, fork
 from tests.runtime.tiny_inputs import WIDTHS, ids
 from tests.tiny_families import random_mask
 
@@ -81,34 +81,6 @@ def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
         model(ids(1, 1), cache=cache)
     with pytest.raises(ValueError, match="pruned already cannot be forked"):
         fork(cache)
-
-
-@pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_layers_are_filled_without_a_model(prune, model):
-    """As the attention function fills them."""
-    cache, expected = model.build_cache(prune), model.build_cache()
-    keys, values, queries = states(31, 3, 0), states(31, 3, 1), states(31, 6, 2)
-    attention = model.model.layers[0].self_attn
-    for layer in range(2):
-        fill_layer(cache, layer, keys[:, :, :30], values[:, :, :30])
-    outputs = []
-    for caches, part in (([expected], slice(0, 30)), ([cache, expected], slice(30, 31))):
-        for layer in range(2):
-            handles = [own.layers[layer].update(keys[:, :, part], values[:, :, part])[0] for own in caches]
-            outputs += [handle.attend(attention, queries[:, :, part], None)[0] for handle in handles]
-    assert torch.equal(outputs[2], outputs[3]) and torch.equal(outputs[4], outputs[5])
-    assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
-
-
-def test_layers_are_filled_only_where_they_are_empty(model):
-    cache, keys = model.build_cache(), states(30, 3, 0)
-    fill_layer(cache, 0, keys, keys)
-    with pytest.raises(ValueError, match="layer 0 holds 30 columns, only an empty one is filled"):
-        fill_layer(cache, 0, keys, keys)
-    with pytest.raises(ValueError, match="given 2 rows of 29 columns, another layer holds 2 of 30"):
-        fill_layer(cache, 1, keys[:, :, 1:], keys[:, :, 1:])
-    with pytest.raises(ValueError, match="heads"):
-        fill_layer(model.build_cache(), 0, keys[:, :2], keys[:, :2])
 
 
 class Attention(nn.Module):

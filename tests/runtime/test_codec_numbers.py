@@ -7,10 +7,11 @@ import torch
 
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
+from bin.benchmarks.decode_attention import fill_layer
 from runtime.codec_leank import Int4
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
-from runtime.tools import concatenate, fill_layer
+from runtime.tools import concatenate
 from tests.runtime.conversation import NUMBERS, in_eight_bits
 from tests.runtime.tiny_inputs import ids
 
