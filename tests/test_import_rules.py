@@ -60,36 +60,10 @@ NEVER_EACH_OTHER = [
     ("verify", "evaluate"),
     ("recipe", "architectures"),
 ]
-WITHOUT_TORCH = [
-    "errors",
-    "evaluate/request",
-    "files",
-    "windows",
-    "fields",
-    "rope",
-    "families",
-    "architectures",
-    "config_class",
-    "config_overrides",
-    "recipe",
-    "recipe_file",
-    "recipe_choice",
-    "recipe_problems",
-    "recipe_listing",
-    "tables",
-    "methods",
-    "safetensors_file",
-    "text_part",
-    "held_out",
-    "checkpoint_io",
-    "folders",
-    "hub",
-    "masks",
-    "tokenizer",
-    "cli",
-    "__main__",
-    "__init__",
-]
+# Of the lowest four ranks all but these are loaded without torch, and so is what a command begins with.
+LOADS_TORCH = {"device", "head_layout", "leank_block"}
+BEGINS = {"evaluate/request", "cli", "__main__", "__init__"}
+WITHOUT_TORCH = sorted(BEGINS.union(*RANKS[:4]) - LOADS_TORCH)
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
 # never imports the toolkit. An engine runs no checkpoint's code, and a model that is pruned in memory has
 # none: the plugin and `prune_model` take the whole runtime.
