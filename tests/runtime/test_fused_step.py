@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,14 +21,9 @@ FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 @pytest.fixture
 def fused_steps(graphs, monkeypatch):
     """Fused forward passes that ran, warm-ups and captures, as a list."""
-    steps: list[object] = []
-
-    def noted(*arguments: object) -> object:
-        steps.append(arguments)
-        return fused_forward(*arguments)
-
+    noted = Mock(wraps=fused_forward)
     monkeypatch.setattr(graph_leank, "fused_forward", noted)
-    return steps
+    return noted.call_args_list
 
 
 @pytest.fixture
