@@ -34,21 +34,6 @@ def test_sample_is_a_function_of_seed_and_step(plain_tokenizer):
     assert not same(sample, SampleSource(plain_tokenizer, section(), seed=8).draw(5))
 
 
-def test_retrieval_asks_one_of_many_lines_anywhere(plain_tokenizer):
-    source = SampleSource(plain_tokenizer, section(tasks=["retrieval"]), seed=0)
-    places = []
-    for step in range(30):
-        prompt, answer = split_text(plain_tokenizer, source.draw(step))
-        lines = [line for line in prompt.splitlines() if line.startswith("Locker ")]
-        key = re.search(r"Which code opens locker (\S+)\?", prompt).group(1)
-        asked = [i for i, line in enumerate(lines) if key in line]
-        assert [lines[i] for i in asked] == [f"Locker {key} opens with code {answer}."]
-        assert len(lines) > 10
-        places.append(asked[0] / (len(lines) - 1))
-    assert min(places) < 0.2
-    assert max(places) > 0.8
-
-
 @pytest.mark.parametrize("wording", ["general", "testbed"])
 def test_what_passes_the_check_can_be_drawn_at_every_step(wording, testbed_tokenizer):
     """The shortest form of a sample differs from draw to draw; a run must not meet one that does not fit."""
