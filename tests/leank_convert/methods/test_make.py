@@ -8,7 +8,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import load_mask
 from leank_convert.methods import METHODS, Method, calibration
-from leank_convert.methods.make import train_mask, train_masks
+from leank_convert.methods.make import train_masks
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import Recipe
 from leank_convert.report import mask_report
@@ -89,10 +89,8 @@ def test_random_depends_on_the_seed_and_loads_no_model_where_nothing_is_measured
 
 
 @pytest.mark.parametrize("budget", ["uniform", "global"])
-def test_magnitude_alpha_is_leank_without_stage_2(make_one, short_recipe, retriever_folder, tmp_path, budget):
-    stage1_only = short_recipe(stage2={"steps": 0}, budget=budget)
-    out = tmp_path / "leank"
-    expected = train_mask(retriever_folder, out, recipe=stage1_only, progress=False)
+def test_magnitude_alpha_is_leank_without_stage_2(make_one, tmp_path, budget):
+    expected = make_one("leank", "leank", stage2={"steps": 0}, budget=budget)
     found = make_one("magnitude-alpha", budget=budget)
     assert torch.equal(found.channel_mask, expected.channel_mask)
     assert torch.equal(found.scaling_factors, expected.scaling_factors)
@@ -146,22 +144,19 @@ def toy_score(calibration):
     return torch.arange(16, 0, -1.0).expand(calibration.shape)
 
 
-@pytest.mark.usefixtures("without_report")
-def test_a_method_is_a_function_and_a_row(short_recipe, retriever_folder, tmp_path, monkeypatch):
+def test_a_method_is_a_function_and_a_row(make_one, retriever_folder, tmp_path, monkeypatch):
     row = Method("toy", "keeps the first channels", score=f"{__name__}:toy_score", budget="uniform")
     monkeypatch.setitem(METHODS, row.name, row)
-    mask = train_mask(
-        retriever_folder, tmp_path, recipe=short_recipe(method="toy", pruning_ratio=0.5), progress=False
-    )
+    mask = make_one("toy", pruning_ratio=0.5)
     assert torch.equal(mask.channel_mask, (torch.arange(16) < 8).expand(2, 2, 16))
-    saved = load_mask(tmp_path / "channel_mask.safetensors")
-    assert saved.provenance.method == "toy"
-    export_checkpoint(retriever_folder, mask, tmp_path)
-    assert verify_checkpoint(tmp_path, retriever_folder).ok
+    out = tmp_path / "out"
+    assert load_mask(out / "channel_mask.safetensors").provenance.method == "toy"
+    export_checkpoint(retriever_folder, mask, out)
+    assert verify_checkpoint(out, retriever_folder).ok
 
 
-def test_scores_of_another_shape_are_refused(short_recipe, retriever_folder, tmp_path, monkeypatch):
+def test_scores_of_another_shape_are_refused(make_one, monkeypatch):
     monkeypatch.setitem(METHODS, "flat", Method("flat", "forgets the heads", score=f"{__name__}:toy_score"))
     monkeypatch.setattr(f"{__name__}.toy_score", lambda calibration: torch.ones(2, 16))
     with pytest.raises(LeanKError, match=r"`method: flat` gives scores of shape \[2, 16\].*\[2, 2, 16\]"):
-        train_mask(retriever_folder, tmp_path, recipe=short_recipe(method="flat"), progress=False)
+        make_one("flat")
