@@ -1,5 +1,6 @@
 """SnapKV: the tokens that stay are those of a slow re-statement, and what is decoded stays with them."""
 
+import functools
 import math
 
 import pytest
@@ -14,11 +15,6 @@ LENGTHS = (90, 61, 35, 20)
 HEAD_DIM, GROUPS = 16, 2
 # More queries than it looks at, as when another variant in the same batch wants them.
 QUERY_WINDOW = QUERIES + 3
-
-
-def steps(prefill, make_layer, num_steps=1):
-    variant = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERIES)
-    return decode(prefill, variant, num_steps)
 
 
 def kept_slowly(prefill, layer, row, head, capacity):
@@ -44,7 +40,9 @@ def kept_slowly(prefill, layer, row, head, capacity):
 @pytest.mark.parametrize("capacity", [40, 0.56])
 def test_tokens_that_the_prompts_end_looks_at_stay_and_so_does_what_is_decoded(prefill, capacity):
     num_steps = 3
-    _, cache = steps(prefill, lambda prompts: SnapKVLayer(prompts, capacity), num_steps)
+    make_layer = functools.partial(SnapKVLayer, capacity=capacity)
+    variant = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERIES)
+    _, cache = decode(prefill, variant, num_steps)
     num_held = 0
     for index, layer in enumerate(cache.layers):
         places = torch.arange(layer.keys.shape[2])

@@ -9,10 +9,6 @@ from leank_convert.recipe import DataSection
 from tests.checks import refusal, section
 
 
-def split_text(tokenizer, sample):
-    return tokenizer.decode(sample.prompt_ids()), tokenizer.decode(sample.answer_ids())
-
-
 def same(sample, other):
     return sample.prompt_ids().equal(other.prompt_ids()) and sample.answer_ids().equal(other.answer_ids())
 
@@ -116,6 +112,6 @@ def test_testbed_wording_is_the_shipped_models_language(task, testbed_tokenizer)
         assert sample.task == task
         assert 200 <= sample.num_tokens <= 2048
         assert testbed_tokenizer.unk_token_id not in sample.prompt_ids().tolist()
-        prompt, answer = split_text(testbed_tokenizer, sample)
+        prompt, answer = map(testbed_tokenizer.decode, (sample.prompt_ids(), sample.answer_ids()))
         assert prompt.endswith("<|assistant|>")
         assert len(answer.split()) == sample.num_answer_tokens >= 3
