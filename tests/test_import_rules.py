@@ -60,36 +60,10 @@ NEVER_EACH_OTHER = [
     ("verify", "evaluate"),
     ("recipe", "architectures"),
 ]
-WITHOUT_TORCH = [
-    "errors",
-    "evaluate/request",
-    "files",
-    "windows",
-    "fields",
-    "rope",
-    "families",
-    "architectures",
-    "config_class",
-    "config_overrides",
-    "recipe",
-    "recipe_file",
-    "recipe_choice",
-    "recipe_problems",
-    "recipe_listing",
-    "tables",
-    "methods",
-    "safetensors_file",
-    "text_part",
-    "held_out",
-    "checkpoint_io",
-    "folders",
-    "hub",
-    "masks",
-    "tokenizer",
-    "cli",
-    "__main__",
-    "__init__",
-]
+# Of the lowest four ranks all but these are loaded without torch, and so is what a command begins with.
+LOADS_TORCH = {"device", "head_layout", "leank_block"}
+BEGINS = {"evaluate/request", "cli", "__main__", "__init__"}
+WITHOUT_TORCH = sorted(BEGINS.union(*RANKS[:4]) - LOADS_TORCH)
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
 # never imports the toolkit. An engine runs no checkpoint's code, and a model that is pruned in memory has
 # none: the plugin and `prune_model` take the whole runtime.
@@ -101,7 +75,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_140, "runtime": 8_755, "tests": 28_490, "bin": 6_760}
+BUDGETS = {"leank_convert": 26_125, "runtime": 8_555, "tests": 28_030, "bin": 6_360}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

@@ -1,6 +1,5 @@
 """`bin/release`: what it refuses, and the links of what it builds."""
 
-import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -8,11 +7,13 @@ from pathlib import Path
 
 import yaml
 
+from tests.checks import run_python
+
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_release_without_an_address_is_refused():
-    ended = subprocess.run([sys.executable, ROOT / "bin/release"], capture_output=True, text=True)
+    ended = run_python(ROOT / "bin/release")
     assert ended.returncode == 1 and "`PROJECT_URL` in leank_convert/release.py is empty" in ended.stderr
 
 

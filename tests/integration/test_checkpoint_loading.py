@@ -83,10 +83,8 @@ def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
 
 def test_the_text_generation_pipeline_generates(converted, load):
     checkpoint = converted(widths=WIDTHS)
-    model, tokenizer = (
-        load(checkpoint.folder),
-        AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=True),
-    )
+    model = load(checkpoint.folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=True)
     text = " ".join(f"w{number % 60}" for number in range(30))
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     ours = generate(text, return_full_text=False, **GREEDY)[0]["generated_text"]
@@ -181,10 +179,8 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
 
 def test_two_checkpoints_live_in_one_process(converted, load):
     """Another family, another mask: each model loads its own copy of the code over one global registry."""
-    one, two = (
-        converted("llama", WIDTHS, name="one"),
-        converted("qwen3", [[0, 5], [8, 8]], name="two", seed=3),
-    )
+    one = converted("llama", WIDTHS, name="one")
+    two = converted("qwen3", [[0, 5], [8, 8]], name="two", seed=3)
     first = load(one.folder)
     alone = first.generate(**batch(), **GREEDY)
     second = load(two.folder)

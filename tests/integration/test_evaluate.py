@@ -208,20 +208,13 @@ def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_pa
     (path.parent / "settings.json").write_bytes((tmp_path / "whole" / "settings.json").read_bytes())
     lines = (tmp_path / "whole" / ANSWERS_NAME).read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[: 4 * 3]) + lines[12][:9])  # the first batch, and a line that was cut off
-    asked = []
-
-    def note(evaluated, prompts, *rest, **options):
-        asked.extend(prompts)
-        return answer_prompts(evaluated, prompts, *rest, **options)
-
-    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", note)
-    assert compare(convert("half"), out=tmp_path / "half").outcomes == whole.outcomes
-    assert len(asked) == 2
-    asked.clear()
-    assert compare(convert("half"), out=tmp_path / "half").outcomes == whole.outcomes
-    assert asked == []
-    assert compare(convert("half"), out=tmp_path / "half", num_samples=7).outcomes[:6] == whole.outcomes
-    assert len(asked) == 1
+    answer = Mock(wraps=answer_prompts)
+    monkeypatch.setattr("leank_convert.evaluate.run.answer_prompts", answer)
+    for num_samples, num_asked in ((6, 2), (6, 0), (7, 1)):
+        answer.reset_mock()
+        found = compare(convert("half"), num_samples, out=tmp_path / "half")
+        assert found.outcomes[:6] == whole.outcomes
+        assert sum(len(call.args[1]) for call in answer.call_args_list) == num_asked
 
 
 def test_two_evaluations_never_write_to_one_folder(convert, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import py_compile
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,10 +101,8 @@ def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker
 def test_other_commands_run_nothing_of_it(
     command, exit_code, plant, marker, tmp_path, retriever_folder, monkeypatch
 ):
-    def stop(*_, **__):
-        raise LeanKError("the checkpoint was loaded: tracing it takes a minute and shows no more")
-
-    monkeypatch.setattr("leank_convert.onnx.export.write_graph", stop)
+    stop = LeanKError("the checkpoint was loaded: tracing it takes a minute and shows no more")
+    monkeypatch.setattr("leank_convert.onnx.export.write_graph", Mock(side_effect=stop))
     folder = plant("runtime", "custom_generate", "tokenizer")
     command = command.replace("PLANTED", str(folder)).replace("OUT", str(tmp_path / "out"))
     command = command.replace("SOURCE", str(retriever_folder))

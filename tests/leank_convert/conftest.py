@@ -8,9 +8,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from leank_convert.data import SampleSource
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from leank_convert.train.model import find_model, load_model
 from tests.tiny_families import tiny_model
 
 FAMILIES = {
@@ -106,13 +108,7 @@ def unsplit():
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
-TOKENIZERS = {
-    "byte_level": byte_level,
-    "metaspace": metaspace,
-    "with_bos": with_bos,
-    "trailing_text": trailing_text,
-    "unsplit": unsplit,
-}
+TOKENIZERS = {make.__name__: make for make in (byte_level, metaspace, with_bos, trailing_text, unsplit)}
 
 
 @pytest.fixture
@@ -182,6 +178,18 @@ def short_recipe():
         return Recipe(**{**values, **changes})
 
     return build
+
+
+@pytest.fixture
+def load(short_recipe, retriever_folder):
+    """A model as training loads it, and the samples of a recipe: `load(folder, **changes)`."""
+
+    def run(folder=retriever_folder, **changes):
+        recipe = short_recipe(**changes)
+        loaded = load_model(find_model(folder, recipe), recipe, torch.device("cpu"))
+        return loaded, SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+
+    return run
 
 
 @pytest.fixture(scope="session", params=TOKENIZERS)

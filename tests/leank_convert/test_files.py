@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -99,27 +100,11 @@ def test_what_may_never_end_is_not_opened(tmp_path, read):
             read(tmp_path / name)
 
 
-def _nested(depth):
-    outer = []
-    inner = outer
-    for _ in range(depth):
-        inner.append([])
-        inner = inner[0]
-    return outer
-
-
-def _laughs():
-    value = "ha"
-    for _ in range(60):
-        value = [value] * 9
-    return value
-
-
 _LARGE = {
     "number": 10**5000,
     "text": "a" * 10**6,
-    "deep": _nested(10**5),
-    "wide": _laughs(),
+    "deep": reduce(lambda inner, _: [inner], range(10**5), []),
+    "wide": reduce(lambda value, _: [value] * 9, range(60), "ha"),
 }
 
 

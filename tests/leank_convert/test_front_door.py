@@ -94,7 +94,7 @@ def test_window_sizes_up_to_any_context_are_taken():
     assert Windows(2**24, 2**24, 2**24).flush_size == 2**24
     for wrong, message in (
         ({"flush_size": 0}, "`flush_size` is 0"),
-        ({"prune": []}, r"`prune` is \[\], not"),
+        ({"prune": "lazy"}, "`prune` is 'lazy', not"),
     ):
         with refusal(message):
             Windows(**wrong)

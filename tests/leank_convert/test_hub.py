@@ -31,32 +31,18 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-class FakeHub:
-    def __init__(self, error=None):
-        self.error = error
-        self.repositories = {}
-        self.uploaded = set()
-
-    def create_repo(self, repo_id, *, private, exist_ok):
-        assert exist_ok
-        self.repositories[repo_id] = private
-        return f"https://huggingface.co/{repo_id}"
-
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, ignore_patterns, commit_message):
-        assert repo_id in self.repositories and commit_message
-        if self.error is not None:
-            raise self.error
-        names = [
-            str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()
-        ]
-        self.uploaded = {
-            *filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-        }
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    hub = FakeHub()
+    """Stands in for the hub's API; `uploaded` are the files that it was sent."""
+    hub = Mock(uploaded=set())
+    hub.create_repo.side_effect = lambda repo_id, **_: f"https://huggingface.co/{repo_id}"
+
+    def upload(*, repo_id, folder_path, commit_message, **patterns):
+        files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        names = [str(path.relative_to(folder_path)) for path in files]
+        hub.uploaded = set(filter_repo_objects(names, **patterns))
+
+    hub.upload_folder.side_effect = upload
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     return hub
 
@@ -64,7 +50,9 @@ def hub(monkeypatch):
 @pytest.mark.parametrize("private", [False, True])
 def test_a_checkpoint_is_uploaded_without_its_training_run(private, checkpoint, hub):
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
-    assert hub.repositories == {"me/model": private}
+    hub.create_repo.assert_called_once_with("me/model", private=private, exist_ok=True)
+    sent = hub.upload_folder.call_args.kwargs
+    assert sent["repo_id"] == "me/model" and sent["commit_message"]
     assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
 
 
@@ -112,7 +100,7 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_non
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
         push_to_hub(checkpoint, "me/other")
-    assert hub.repositories.keys() == {"me/model"}
+    assert hub.create_repo.call_count == 1
 
 
 def test_local_folders_are_models(tmp_path, monkeypatch):
@@ -176,12 +164,12 @@ def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
         (True, LocalTokenNotFoundError, "not logged in"),
     ],
 )
-def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, monkeypatch):
+def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, hub, monkeypatch):
     try:
         error = kind("refused\nand more", response=SimpleNamespace(headers={}, request=None))
     except TypeError:  # nothing that came from the hub
         error = kind("no connection\nand more")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
+    hub.upload_folder.side_effect = error
     with refusal(message):
         push_to_hub(checkpoint, "me/model") if uploads else resolve_model("me/model")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.attention_leank import leank_attention
@@ -83,13 +82,10 @@ def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
         fork(cache)
 
 
-class Attention(nn.Module):
-    """What an attention function asks of its module."""
-
-    config = SimpleNamespace(leank={})
-    num_key_value_groups = 2
-    is_causal = True
-    layer_idx = 0
+# What an attention function asks of its module.
+ATTENTION = SimpleNamespace(
+    config=SimpleNamespace(leank={}), num_key_value_groups=2, is_causal=True, layer_idx=0, training=False
+)
 
 
 def test_what_padding_holds_does_not_matter(model_pair):
@@ -114,7 +110,7 @@ def test_what_padding_holds_does_not_matter(model_pair):
             else:
                 seen = mask[:, None, None, :stop] & torch.ones(stop, stop, dtype=torch.bool).tril()
                 seen[1, 0, :4, :4] |= torch.eye(4, dtype=torch.bool)
-            out, _ = leank_attention(Attention(), query, handle, handle, seen, scaling=0.3)
+            out, _ = leank_attention(ATTENTION, query, handle, handle, seen, scaling=0.3)
             outputs.append(out[mask[:, start:stop]])
         store = cache.layers[0].store
         for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):

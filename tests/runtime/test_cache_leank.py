@@ -5,7 +5,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import assert_close, feed, ids
+from tests.runtime.tiny_inputs import assert_close, feed, ids, padded
 from tests.tiny_families import random_mask
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
@@ -14,9 +14,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_tok
 
 def test_bytes_are_counted_by_region(model_pair):
     pair = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=4)
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, :10] = 0
-    cache = feed(pair.leank, ids(2, 30), attention_mask=mask)[CACHE]
+    cache = feed(pair.leank, ids(2, 30), attention_mask=padded(30, 10))[CACHE]
     memory = cache.memory()
     # Rows of 30 and 20 tokens, 9 whole tokens each; fp32; head_dim 16 in chunks of 4; a page of 64 each.
     assert memory.kept_keys.used == (30 + 20) * (0 + 4 + 8 + 48) * 4
@@ -68,8 +66,7 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair):
 
 def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(model_pair):
     model = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=8).leank
-    mask = torch.ones(2, 21, dtype=torch.long)
-    mask[1, :5] = 0
+    mask = padded(21, 5)
     cache = feed(model, ids(2, 20), attention_mask=mask[:, :20])[CACHE]
     feed(model, ids(2, 1), cache, attention_mask=mask)
     allocated = cache.memory().total.allocated

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
-from tests.runtime.tiny_inputs import WIDTHS, feed_both, feed_turns, ids
+from tests.runtime.tiny_inputs import WIDTHS, feed_both, feed_turns, ids, padded
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
@@ -20,14 +21,9 @@ FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 @pytest.fixture
 def fused_steps(graphs, monkeypatch):
     """Fused forward passes that ran, warm-ups and captures, as a list."""
-    steps: list[object] = []
-
-    def noted(*arguments: object) -> object:
-        steps.append(arguments)
-        return fused_forward(*arguments)
-
+    noted = Mock(wraps=fused_forward)
     monkeypatch.setattr(graph_leank, "fused_forward", noted)
-    return steps
+    return noted.call_args_list
 
 
 @pytest.fixture
@@ -40,12 +36,6 @@ def build(model_pair):
         return model
 
     return build
-
-
-def padded(length: int) -> torch.Tensor:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, :7] = mask[1, 20] = 0
-    return mask
 
 
 def compare(model, columns=1, rows=2, **how):
@@ -67,7 +57,7 @@ def decode(model, cache):
     ("family", "config", "how"),
     [
         *((family, {}, {}) for family in FAMILIES),
-        *((family, {}, {"columns": 3, "mask": padded(27)}) for family in FAMILIES),
+        *((family, {}, {"columns": 3, "mask": padded(27, 7, 20)}) for family in FAMILIES),
         ("Llama", {}, {"rows": 3}),
         ("Llama", {}, {"logits_to_keep": 1}),
         ("Qwen3", {}, {"columns": 2}),  # all of a captured step's
@@ -114,23 +104,18 @@ def of_inference(layer):
     layer.self_attn.k_proj.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        of_inference,
-        lambda layer: setattr(layer, "mlp", torch.nn.Identity()),
-        lambda layer: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
-        lambda layer: setattr(layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))),
-        lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
-    ],
-    ids=[
-        "a weight of inference mode",
-        "no MLP",
-        "another activation",
-        "a bias of its own",
-        "one weight twice",
-    ],
-)
+OTHERS = {
+    "a weight of inference mode": of_inference,
+    "no MLP": lambda layer: setattr(layer, "mlp", torch.nn.Identity()),
+    "another activation": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
+    "a bias of its own": lambda layer: setattr(
+        layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))
+    ),
+    "one weight twice": lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
 def test_other_models_take_the_stock_forward_pass(change, fused_steps, build):
     model = build()
     change(model.model.layers[1])

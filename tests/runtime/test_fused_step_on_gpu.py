@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from runtime.find_kernels_leank import find_kernels
 from runtime.self_check_leank import in_parts
 from tests.runtime.decode_cases import make_case
+from tests.runtime.on_gpu import MASK_WIDTHS, ids, padded
 from tests.runtime.tiny_inputs import feed_turns
 
 pytestmark = [
@@ -18,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("tilelang") is None, reason="kernels are compiled by tilelang"),
 ]
 
-MASK_WIDTHS = [[0, 16, 32], [8, 64, 64]]
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 DTYPES = [torch.bfloat16, torch.float16]
 SINK, RECENT, FLUSH = 3, 6, 4
@@ -128,20 +128,10 @@ def test_rope_append_rounds_as_the_stock_classes(rows, columns, has_norm, dtype)
         assert (held - expected).norm() <= (torch.finfo(dtype).eps / 4 if has_norm else 0) * expected.norm()
 
 
-def ids(rows, length):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(3)).cuda()
-
-
-def padded(length):
-    mask = torch.ones(3, length, dtype=torch.long, device="cuda")
-    mask[1, :22] = mask[1, 60] = 0
-    return mask
-
-
 def decode(model, cache, steps, mask=None, prompt=50, rows=3):
     """Logits of all decode steps `[B, steps, vocabulary]`."""
     turns = [prompt, *[1] * steps]
-    return feed_turns(model, cache, turns, mask, tokens=ids(rows, prompt + steps))[:, prompt:]
+    return feed_turns(model, cache, turns, mask, tokens=ids(rows, prompt + steps, 3))[:, prompt:]
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
@@ -149,7 +139,7 @@ def decode(model, cache, steps, mask=None, prompt=50, rows=3):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_steps_are_as_exact_as_stock_steps(family, dtype, is_padded, build):
     model, steps = build(family, dtype), 120
-    mask = padded(50 + steps) if is_padded else None
+    mask = padded(50 + steps, 60) if is_padded else None
     real = slice(None) if mask is None else mask[:, 50:].bool()
     exact = copy.deepcopy(model).double()
     caches = model.build_cache(), model.build_cache(use_graphs=False), exact.build_cache()

@@ -10,13 +10,7 @@ import torch
 
 from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
-from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed_both, feed_turns, ids
-
-
-def padded(length: int) -> torch.Tensor:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, :7] = 0
-    return mask
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed_both, feed_turns, ids, padded
 
 
 def step(model, cache, seed=0) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Captured decode steps on a CUDA device, with the real kernels: tokens, memory, waiting, two devices."""
 
-import contextlib
 import copy
 import gc
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
+from tests.runtime.on_gpu import MASK_WIDTHS, ids, no_waiting, padded
 from tests.runtime.tiny_inputs import assert_close, feed_both, feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
 
@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("tilelang") is None, reason="only steps that kernels serve are captured"),
 ]
 
-MASK_WIDTHS = [[0, 16, 32], [8, 64, 64]]
 GREEDY: dict[str, Any] = {
     "do_sample": False,
     "max_new_tokens": 40,
@@ -28,16 +27,6 @@ GREEDY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
-
-
-def padded(length: int) -> torch.Tensor:
-    mask = torch.ones(3, length, dtype=torch.long, device="cuda")
-    mask[1, :22] = 0
-    return mask
 
 
 @pytest.fixture
@@ -53,16 +42,6 @@ def decode(model, cache, turns, mask=None) -> torch.Tensor:
 def decode_both(model, turns, mask=None):
     """The same with graphs and without, held to one another; both caches."""
     return feed_both(model, turns, mask, tokens=ids(3, sum(turns), 3))
-
-
-@contextlib.contextmanager
-def no_waiting():
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
@@ -180,37 +159,27 @@ def test_rows_of_mixed_lengths_decode_as_they_do_alone(model):
 # PyTorch calls the mode a prototype when it is switched on.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_neither_capture_nor_replay_waits_for_the_device(is_padded, model):
-    decode(model, model.build_cache(), [50, 1, 1, 1])  # finds kernels
-    mask = padded(90) if is_padded else None
-    with torch.no_grad():
-        output = model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50])
-        cache, token = output[CACHE], ids(3, 1)
-        position = torch.full((3, 1), 50, device="cuda")
-        with no_waiting():
-            for step in range(40):
-                seen = None if mask is None else mask[:, : 51 + step]
-                model(token, attention_mask=seen, position_ids=position + step, cache=cache)
-    assert cache.graph.num_replays >= 36
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_a_draft_does_not_wait_for_the_device(is_padded, model):
-    decode(model, model.build_cache(), [50, 4, 3])
+@pytest.mark.parametrize(
+    ("first", "counts", "num_replays"),
+    [([1, 1, 1], [1] * 40, 36), ([4, 3], [4, 3, 1, 4, 1, 3, 4], 4)],
+    ids=["single columns", "drafts"],
+)
+def test_neither_capture_nor_replay_waits_for_the_device(first, counts, num_replays, is_padded, model):
+    decode(model, model.build_cache(), [50, *first])  # finds kernels
     mask, cache, start = padded(90) if is_padded else None, model.build_cache(), 50
-    cache.reserve(90)
+    if max(counts) > 1:
+        cache.reserve(90)
     with torch.no_grad():
         model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50], cache=cache)
         token, position = ids(3, 4), torch.arange(90, device="cuda")[None]
         with no_waiting():
-            for count in (4, 3, 1, 4, 1, 3, 4):
+            for count in counts:
                 stop = start + count
                 seen = None if mask is None else mask[:, :stop]
                 columns = {"attention_mask": seen, "position_ids": position[:, start:stop]}
                 model(token[:, :count], cache=cache, **columns)
                 start = stop
-    assert cache.graph.num_replays >= 4
+    assert cache.graph.num_replays >= num_replays
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("tilelang")
 
+from runtime.fp8_leank import FP8
 from runtime.kernel_leank import KernelShape
 from runtime.layout_leank import order_channels
 from runtime.self_check_leank import disagreement, in_parts
 from tests.runtime.cpu_kernels import CpuKernels
 from tests.runtime.decode_cases import make_case, run_case
-from tests.runtime.tiny_inputs import random_masks
+from tests.tiny_families import random_mask
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
@@ -52,43 +53,45 @@ def on_cpu(num_programs, **change):
 
 def case_of(widths, rows, *, sink=SINK, columns=1, **change):
     given = {"chunk_size": E, "num_groups": GROUPS, "dtype": torch.float32, "device": torch.device("cpu")}
-    return make_case(random_masks(widths, D), rows, sink_size=sink, num_columns=columns, **given, **change)
+    return make_case(
+        random_mask([widths], D)[0], rows, sink_size=sink, num_columns=columns, **given, **change
+    )
+
+
+def hold(case, num_programs, **change):
+    """Hold what so many program instances store and attend to the rule."""
+    kernels = on_cpu(num_programs, **change)
+    case.check(run_case(kernels, case, SCALE), SCALE)
+    assert case.is_appended_by(kernels)
 
 
 @pytest.mark.parametrize("num_programs", [1, 5])
 @pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
 def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs):
-    case = case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn).of_one_checkpoint()
-    kernels = on_cpu(num_programs, cache_dtype=torch.float8_e4m3fn)
-    case.check(run_case(kernels, case, SCALE), SCALE)
-    assert case.is_appended_by(kernels)
+    case = case_of(widths, DRAFT_ROWS, cache_dtype=FP8).of_one_checkpoint()
+    hold(case, num_programs, cache_dtype=FP8)
 
 
 def test_rows_of_fp8_have_scales_of_their_own():
-    case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=torch.float8_e4m3fn)
-    kernels = on_cpu(7, cache_dtype=torch.float8_e4m3fn)
-    assert case.is_appended_by(kernels)
-    expected = case.expected(SCALE)
-    torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=FP8)
+    hold(case, 7, cache_dtype=FP8)
 
 
 def test_every_number_is_stored_as_torch_stores_it():
     """All numbers of bfloat16, of both signs: ties, numbers below the least, beyond the largest, NaN."""
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
-    case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=torch.float8_e4m3fn)
+    case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=FP8)
     case = replace(case, keys=numbers, values=numbers.flip(0))
-    assert case.is_appended_by(on_cpu(1, cache_dtype=torch.float8_e4m3fn))
+    assert case.is_appended_by(on_cpu(1, cache_dtype=FP8))
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
 def test_attention_sinks_take_their_share_once(num_programs):
     """However many program instances share a head; large ones too."""
-    case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=FP8)
     case = replace(case, sinks=4 * case.sinks)
-    kernels = on_cpu(num_programs, cache_dtype=torch.float8_e4m3fn, has_sinks=True)
-    expected = case.expected(SCALE)
-    torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
-    without = replace(case, sinks=None).expected(SCALE)
+    hold(case, num_programs, cache_dtype=FP8, has_sinks=True)
+    expected, without = (each.expected(SCALE) for each in (case, replace(case, sinks=None)))
     assert (expected - without).norm() > 0.1 * without.norm()
 
 
@@ -100,10 +103,7 @@ def test_attention_sinks_take_their_share_once(num_programs):
     ],
 )
 def test_append_and_attention_follow_the_rule(num_programs, widths, columns):
-    case = case_of(widths, ROWS if columns == 1 else DRAFT_ROWS, columns=columns)
-    kernels = on_cpu(num_programs)
-    case.check(run_case(kernels, case, SCALE), SCALE)
-    assert case.is_appended_by(kernels)
+    hold(case_of(widths, ROWS if columns == 1 else DRAFT_ROWS, columns=columns), num_programs)
 
 
 # Channels of K that heads keep, and of V, in chunks of 32: none, some, all; no K dropped; no V kept.
@@ -119,17 +119,14 @@ VALUES = [
 def test_pruned_values_follow_the_rule(widths, value_widths, num_programs, columns):
     rows = ROWS if columns == 1 else DRAFT_ROWS
     case = case_of(widths, rows, columns=columns, value_widths=value_widths, page_sizes=(64, 128))
-    kernels = on_cpu(num_programs, value_chunk=case.layout.value_chunk)
-    case.check(run_case(kernels, case, SCALE), SCALE)
-    assert case.is_appended_by(kernels)
+    hold(case, num_programs, value_chunk=case.layout.value_chunk)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 64, 65, 130])
 def test_sinks_and_recent_tokens_of_every_size(sink):
     sizes = [(1, 0), (2, 0), (64, 0), (65, 1), (129, 64), (200, 0), (300, 77), (500, 63)]
     rows = [(sink + n, pruned) for n, pruned in sizes] + [(sink + 130, 130)]  # nothing recent
-    case = case_of((0, 16, 40, 64), rows, sink=sink)
-    case.check(run_case(on_cpu(16), case, SCALE), SCALE)
+    hold(case_of((0, 16, 40, 64), rows, sink=sink), 16)
 
 
 def test_padding_among_new_tokens_is_neither_seen_nor_stored():
@@ -137,9 +134,7 @@ def test_padding_among_new_tokens_is_neither_seen_nor_stored():
     rows = [(0, 0), (3, 0), *DRAFT_ROWS]
     valid = torch.rand(len(rows), 4, generator=generator) < 0.5
     valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1]), True, False
-    case, kernels = case_of((0, 16, 40), rows, columns=4, valid=valid), on_cpu(7)
-    case.check(run_case(kernels, case, SCALE), SCALE)
-    assert case.is_appended_by(kernels)
+    hold(case_of((0, 16, 40), rows, columns=4, valid=valid), 7)
 
 
 @pytest.mark.parametrize(("page_sizes", "columns"), [((64, 128), 1), ((128, 64), 4)], ids=str)
@@ -151,14 +146,8 @@ def test_pages_of_an_engine(page_sizes, columns):
     page_table[page_table == page_table.max()] = 2**30
     unused = window_table == window_table.max()
     window_table[unused] = torch.where(torch.arange(int(unused.sum())) % 2 == 0, -1, 2**30).int()
-    hostile = store._replace(page_table=page_table, window_table=window_table)
-    kernels = on_cpu(7)
-    plan = kernels.plan(case.seen, case.pruned, SINK)
-    kernels.append(case.keys, case.values, hostile, case.seen, None)
-    actual = kernels.attend(
-        case.query, hostile, case.seen, case.pruned, plan, sink_size=SINK, softmax_scale=SCALE
-    )
-    case.check(actual, SCALE)
+    hostile = replace(case, store=store._replace(page_table=page_table, window_table=window_table))
+    case.check(run_case(on_cpu(7), hostile, SCALE), SCALE)
 
 
 def test_a_row_without_tokens_gets_zeros_and_disturbs_no_other():
@@ -175,9 +164,9 @@ def test_a_huge_and_a_tiny_logit_do_not_overflow():
 
 def test_rows_that_keep_channels_of_their_own():
     case = case_of((0, 16, 40), ROWS)
-    orders = [order_channels(random_masks((0, 16, 40), D, seed)) for seed in range(len(ROWS))]
+    orders = [order_channels(random_mask([(0, 16, 40)], D, seed)[0]) for seed in range(len(ROWS))]
     case = replace(case, store=case.store._replace(chunk_index=case.layout.chunk_index(torch.stack(orders))))
-    case.check(run_case(on_cpu(16), case, SCALE), SCALE)
+    hold(case, 16)
 
 
 def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_plan():
@@ -193,7 +182,7 @@ def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_pla
 
 
 @pytest.mark.parametrize("value_chunk", [0, 32])
-@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["as they come", "fp8"])
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=["as they come", "fp8"])
 def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(cache_dtype, value_chunk):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         assert disagreement(on_cpu(4, cache_dtype=cache_dtype, value_chunk=value_chunk)) < 1e-5

@@ -22,6 +22,7 @@ from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+CUDA = torch.device("cuda", 0)
 SINK, RECENT = 128, 1024
 ROWS = [(n, 0) for n in (1, 2, 63, 64, 65, 127, 128, 129, 191, 1152, 1184)] + [
     (1153, 1), (1185, 32), (1300, 116), (1300, 148), (2300, 1150), (4500, 3340), (9000, 7816), (70, 0),
@@ -45,43 +46,45 @@ def layout_of(mask, values=None):
 
 
 def kernels_for(
-    mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, cache_dtype=None, values=None
+    mask, groups=4, dtype=torch.bfloat16, num_columns=1, load_tokens=64, cache_dtype=None, values=None
 ):
-    layout_chunks = max(
-        -(-int(w) // chunk_size) + -(-(mask.shape[1] - int(w)) // chunk_size) for w in mask.sum(-1)
-    )
+    """What the finder has for a layer of these channels."""
+    layout = layout_of(mask, values)
     return find_kernels(
-        torch.device("cuda", 0),
-        dtype,
-        head_dim=mask.shape[1],
-        num_groups=groups,
-        chunk_size=chunk_size,
-        max_chunks=layout_chunks,
-        num_columns=num_columns,
-        load_tokens=load_tokens,
-        cache_dtype=cache_dtype,
-        value_chunk=layout_of(mask, values).value_chunk,
-    )
+        CUDA, dtype, head_dim=layout.head_dim, num_groups=groups, chunk_size=layout.chunk_size,
+        max_chunks=layout.max_chunks, num_columns=num_columns, load_tokens=load_tokens,
+        cache_dtype=cache_dtype, value_chunk=layout.value_chunk,
+    )  # fmt: skip
+
+
+def case_of(mask, rows, groups=4, dtype=torch.bfloat16, *, sink=SINK, values=None, **change):
+    chunk_size = layout_of(mask, values).chunk_size
+    return make_case(
+        mask, rows, chunk_size=chunk_size, num_groups=groups, sink_size=sink, dtype=dtype, device=CUDA,
+        value_widths=values, **change,
+    )  # fmt: skip
 
 
 def check(
-    mask, groups, dtype, rows=ROWS, sink=SINK, seed=0, kernels=None, num_columns=1, valid=None,
-    page_sizes=(64, 64), run=run_case, cache_dtype=None, scales_per_row=True, values=None,
+    mask, groups=4, dtype=torch.bfloat16, rows=None, *, generic=False, kernels=None, num_columns=1,
+    valid=None, page_sizes=(64, 64), run=run_case, cache_dtype=None, scales_per_row=True, values=None,
+    **change,
 ):  # fmt: skip
     """Hold the kernel to the reference in fp64: at most twice the error of torch's in `dtype`.
 
     A cache of FP8 is taken for the numbers that it stores, and new tokens must be stored as torch does it.
+    `generic` is the body for older GPUs.
     """
-    chunk_size = layout_of(mask, values).chunk_size
+    rows = rows or (ROWS if num_columns == 1 else DRAFT_ROWS)
     load_tokens = min(64, *(size & -size for size in page_sizes))
-    kernels = kernels or kernels_for(
-        mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype, values
-    )
+    kernels = kernels or kernels_for(mask, groups, dtype, num_columns, load_tokens, cache_dtype, values)
     assert kernels is not None
-    case = make_case(
-        mask, rows, chunk_size=chunk_size, num_groups=groups, sink_size=sink, dtype=dtype, seed=seed,
-        device=torch.device("cuda", 0), num_columns=num_columns, valid=valid, page_sizes=page_sizes,
-        cache_dtype=cache_dtype, value_widths=values,
+    if generic:
+        kernels = DecodeKernels(kernels.key, generic=True)
+        assert disagreement(kernels) < 2 * torch.finfo(dtype).eps
+    case = case_of(
+        mask, rows, groups, dtype, num_columns=num_columns, valid=valid, page_sizes=page_sizes,
+        cache_dtype=cache_dtype, values=values, **change,
     )  # fmt: skip
     if cache_dtype is not None or values is not None:
         case = case if scales_per_row else case.of_one_checkpoint()
@@ -127,9 +130,7 @@ def test_every_layer_of_a_real_mask(path, cache_dtype):
     masks = torch.load(path, weights_only=True, map_location="cpu").bool()
     groups = {8: 4, 4: 7}[masks.shape[1]]
     for layer, mask in enumerate(masks):
-        check(
-            mask, groups, torch.bfloat16, seed=layer, cache_dtype=cache_dtype, scales_per_row=layer % 2 == 0
-        )
+        check(mask, groups, seed=layer, cache_dtype=cache_dtype, scales_per_row=layer % 2 == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,12 +143,12 @@ def test_head_sizes_and_dtypes(head_dim, dtype):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 7, 8, 9, 16])
 def test_query_heads_per_kv_head(groups):
-    check(random_mask(3, 128, 3, multiple=32), groups, torch.bfloat16)
+    check(random_mask(3, 128, 3, multiple=32), groups)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 127, 128])
 def test_all_heads_of_one_width(kept):
-    check(torch.arange(128).expand(5, 128) < kept, 4, torch.bfloat16)
+    check(torch.arange(128).expand(5, 128) < kept)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 17, 64])
@@ -155,14 +156,13 @@ def test_batches_of_rows_of_very_different_lengths(batch_size):
     generator = torch.Generator().manual_seed(batch_size)
     lengths = torch.randint(1, 3000, (batch_size,), generator=generator).tolist()
     rows = [(n, max(n - SINK - RECENT, 0)) for n in lengths]
-    check(random_mask(8, 128, batch_size, multiple=32), 4, torch.bfloat16, rows)
+    check(random_mask(8, 128, batch_size, multiple=32), rows=rows)
 
 
 @pytest.mark.parametrize("num_columns", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize(("groups", "head_dim"), [(1, 64), (4, 128), (7, 128), (4, 256), (16, 96)])
 def test_several_new_tokens(groups, head_dim, num_columns):
-    mask = random_mask(4, head_dim, 7, multiple=32)
-    check(mask, groups, torch.bfloat16, DRAFT_ROWS, num_columns=num_columns)
+    check(random_mask(4, head_dim, 7, multiple=32), groups, num_columns=num_columns)
 
 
 @pytest.mark.parametrize("num_columns", [3, 16])
@@ -171,8 +171,7 @@ def test_padding_among_new_tokens(num_columns):
     valid = torch.rand(len(rows), num_columns, generator=torch.Generator().manual_seed(2)) < 0.5
     valid[0] = False
     valid[1:, 0] |= ~valid[1:].any(1)
-    mask = random_mask(4, 128, 8, multiple=32)
-    check(mask, 4, torch.bfloat16, rows, num_columns=num_columns, valid=valid.cuda())
+    check(random_mask(4, 128, 8, multiple=32), rows=rows, num_columns=num_columns, valid=valid.cuda())
 
 
 def run_side_by_side(kernels, case, softmax_scale):
@@ -204,50 +203,26 @@ def run_side_by_side(kernels, case, softmax_scale):
 @pytest.mark.parametrize("page_sizes", [(64, 64), (128, 64), (32, 32), (16, 48), (48, 16)], ids=str)
 @pytest.mark.parametrize("generic", [False, True], ids=["", "the body for older GPUs"])
 def test_pages_of_an_engine(generic, page_sizes, num_columns):
-    mask, load_tokens = random_mask(4, 128, 6, multiple=32), min(64, *(size & -size for size in page_sizes))
-    kernels = kernels_for(mask, 4, torch.bfloat16, 32, num_columns, load_tokens)
-    if generic:
-        kernels = DecodeKernels(kernels.key, generic=True)
     check(
-        mask, 4, torch.bfloat16, DRAFT_ROWS, kernels=kernels, num_columns=num_columns, page_sizes=page_sizes,
-        run=run_side_by_side,
+        random_mask(4, 128, 6, multiple=32), rows=DRAFT_ROWS, generic=generic, num_columns=num_columns,
+        page_sizes=page_sizes, run=run_side_by_side,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_columns", [1, 4, 8, 16, 32])
-def test_several_new_tokens_in_fp8(num_columns):
-    rows = ROWS if num_columns == 1 else DRAFT_ROWS
-    mask = random_mask(4, 128, 11, multiple=32)
-    check(mask, 4, torch.bfloat16, rows, num_columns=num_columns, cache_dtype=FP8)
+# Heads, their size, query heads to each, what their widths are multiples of, and what else is not as usual.
+IN_FP8 = [
+    *((4, 128, 4, 32, {"num_columns": count}) for count in (1, 4, 8, 16, 32)),
+    (6, 64, 7, 16, {}), (6, 96, 4, 16, {}), (6, 192, 4, 32, {}), (6, 256, 2, 32, {}), (6, 128, 16, 16, {}),
+    *((4, 128, 4, 32, {"page_sizes": (3 * tokens, tokens)}) for tokens in (16, 32)),
+    (4, 128, 4, 32, {"dtype": torch.float16}),
+    (6, 128, 4, 32, {"generic": True}),
+    (6, 64, 4, 32, {"generic": True, "dtype": torch.float16, "num_columns": 8}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "groups", "multiple"), [(64, 7, 16), (96, 4, 16), (192, 4, 32), (256, 2, 32), (128, 16, 16)]
-)
-def test_head_sizes_in_fp8(head_dim, groups, multiple):
-    check(random_mask(6, head_dim, 12, multiple), groups, torch.bfloat16, cache_dtype=FP8)
-
-
-@pytest.mark.parametrize("load_tokens", [16, 32])
-def test_small_pages_of_fp8(load_tokens):
-    pages = 3 * load_tokens, load_tokens
-    check(random_mask(4, 128, 13, 32), 4, torch.bfloat16, page_sizes=pages, cache_dtype=FP8)
-
-
-def test_fp8_under_a_model_in_fp16():
-    check(random_mask(4, 128, 14, 32), 4, torch.float16, cache_dtype=FP8)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "num_columns"), [(128, torch.bfloat16, 1), (64, torch.float16, 8)]
-)
-def test_the_body_for_older_gpus_in_fp8(head_dim, dtype, num_columns):
-    mask = random_mask(6, head_dim, 20, multiple=32)
-    kernels = kernels_for(mask, 4, dtype, 32, num_columns, cache_dtype=FP8)
-    generic = DecodeKernels(kernels.key, generic=True)
-    assert disagreement(generic) < 2 * torch.finfo(dtype).eps
-    rows = ROWS if num_columns == 1 else DRAFT_ROWS
-    check(mask, 4, dtype, rows, kernels=generic, num_columns=num_columns, cache_dtype=FP8)
+@pytest.mark.parametrize(("heads", "head_dim", "groups", "multiple", "options"), IN_FP8, ids=str)
+def test_a_cache_of_fp8(heads, head_dim, groups, multiple, options):
+    check(random_mask(heads, head_dim, 11, multiple), groups, cache_dtype=FP8, **options)
 
 
 def test_every_number_is_stored_in_fp8_as_torch_stores_it():
@@ -255,11 +230,8 @@ def test_every_number_is_stored_in_fp8_as_torch_stores_it():
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32)
     numbers = numbers.masked_fill(numbers.isnan(), 0).bfloat16().view(-1, 4, 1, 128).cuda()
     mask = random_mask(4, 128, 16, multiple=32)
-    case = make_case(
-        mask, [(1, 0)] * len(numbers), chunk_size=32, num_groups=4, sink_size=SINK, dtype=torch.bfloat16,
-        device=torch.device("cuda", 0), cache_dtype=FP8,
-    )  # fmt: skip
-    kernels = kernels_for(mask, 4, torch.bfloat16, 32, cache_dtype=FP8)
+    case = case_of(mask, [(1, 0)] * len(numbers), cache_dtype=FP8)
+    kernels = kernels_for(mask, cache_dtype=FP8)
     assert replace(case, keys=numbers, values=numbers.flip(0)).is_appended_by(kernels)
 
 
@@ -282,11 +254,7 @@ VALUES = {
 def test_pruned_values(name, num_columns, cache_dtype):
     widths, values = VALUES[name]
     mask = torch.arange(max(*widths, *values)).flip(0) < torch.tensor(widths)[:, None]
-    rows = ROWS if num_columns == 1 else DRAFT_ROWS
-    check(
-        mask, 4, torch.bfloat16, rows, num_columns=num_columns, cache_dtype=cache_dtype, values=values,
-        page_sizes=(128, 64),
-    )  # fmt: skip
+    check(mask, num_columns=num_columns, cache_dtype=cache_dtype, values=values, page_sizes=(128, 64))
 
 
 @pytest.mark.parametrize("num_columns", [1, 8])
@@ -294,11 +262,8 @@ def test_pruned_values(name, num_columns, cache_dtype):
 @pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
 def test_pruned_values_on_small_pages(cache_dtype, generic, num_columns):
     mask, values = torch.arange(128) < torch.tensor((0, 32, 64, 128))[:, None], (0, 64, 0, 128)
-    kernels = kernels_for(mask, 4, torch.bfloat16, 32, num_columns, 16, cache_dtype, values)
-    if generic:
-        kernels = DecodeKernels(kernels.key, generic=True)
     check(
-        mask, 4, torch.bfloat16, DRAFT_ROWS, kernels=kernels, num_columns=num_columns, page_sizes=(48, 16),
+        mask, rows=DRAFT_ROWS, generic=generic, num_columns=num_columns, page_sizes=(48, 16),
         run=run_side_by_side, cache_dtype=cache_dtype, values=values,
     )  # fmt: skip
 
@@ -307,31 +272,21 @@ def test_pruned_values_on_small_pages(cache_dtype, generic, num_columns):
 @pytest.mark.parametrize("recent", [0, 1, 63, 100])
 def test_odd_windows(sink, recent):
     rows = [(n, max(n - sink - recent, 0)) for n in (1, 2, 64, 65, 66, 128, 129, 300, 1000)]
-    check(random_mask(4, 128, 9, multiple=32), 4, torch.bfloat16, rows, sink)
+    check(random_mask(4, 128, 9, multiple=32), rows=rows, sink=sink)
 
 
-def test_the_body_for_older_gpus_agrees_too():
-    for head_dim, chunk_size, num_queries in (
-        (128, 32, 8),
-        (96, 16, 16),
-        (64, 32, 32),
-        (256, 32, 8),
-        (128, 32, 64),
-    ):
-        mask = random_mask(6, head_dim, head_dim, multiple=chunk_size)
-        key = KernelKey(
-            torch.device("cuda", 0),
-            torch.bfloat16,
-            head_dim,
-            4,
-            chunk_size,
-            head_dim // chunk_size,
-            num_queries,
-        )
-        kernels = DecodeKernels(key, generic=True)
-        assert disagreement(kernels) < 2 * torch.finfo(torch.bfloat16).eps
-        if chunk_size == layout_of(mask).chunk_size:
-            check(mask, 4, torch.bfloat16, kernels=kernels)
+@pytest.mark.parametrize(
+    "sizes",
+    [(128, 4, 32, 4, 8), (96, 4, 16, 6, 16), (64, 4, 32, 2, 32), (256, 4, 32, 8, 8), (128, 4, 32, 4, 64)],
+    ids=str,
+)
+def test_the_body_for_older_gpus_agrees_too(sizes):
+    head_dim, _, chunk_size, *_ = sizes
+    kernels = DecodeKernels(KernelKey(CUDA, torch.bfloat16, *sizes), generic=True)
+    assert disagreement(kernels) < 2 * torch.finfo(torch.bfloat16).eps
+    mask = random_mask(6, head_dim, head_dim, multiple=chunk_size)
+    if chunk_size == layout_of(mask).chunk_size:
+        check(mask, kernels=kernels)
 
 
 @pytest.mark.parametrize("generic", [False, True], ids=["this GPU's", "older"])
@@ -339,7 +294,7 @@ def test_the_body_for_older_gpus_agrees_too():
 @pytest.mark.parametrize("num_queries", [8, 32])
 def test_attention_sinks_take_their_share(num_queries, cache_dtype, generic):
     sizes = (64, 8, 16, 5, num_queries, 64)  # GPT-OSS': heads of 64 channels, eight queries to a KV head
-    key = KernelKey(torch.device("cuda", 0), torch.bfloat16, *sizes, cache_dtype, has_sinks=True)
+    key = KernelKey(CUDA, torch.bfloat16, *sizes, cache_dtype, has_sinks=True)
     assert disagreement(DecodeKernels(key, generic=generic)) < 2 * torch.finfo(torch.bfloat16).eps
 
 
@@ -355,7 +310,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch
     for seed, batch_size in enumerate((1, 3, 40)):
         rows = [(100 + 37 * row * seed, 0) for row in range(batch_size)]
         rows = [(n, max(n - SINK - RECENT, 0)) for n, _ in rows]
-        check(random_mask(2 + seed, 128, seed, multiple=32), 4, torch.bfloat16, rows)
+        check(random_mask(2 + seed, 128, seed, multiple=32), rows=rows)
     assert len(compiled) == 11  # attention, merge, append, and what lies between products
     sources = [kernel.adapter.get_device_source() for kernel in compiled]
     (attention,) = (source for source in sources if "leank_attention" in source)
@@ -367,11 +322,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch
 
 def test_a_cuda_graph_replays_on_new_lengths():
     mask = random_mask(8, 128, 5, multiple=32)
-    kernels = kernels_for(mask, 4, torch.bfloat16, 32)
-    case = make_case(
-        mask, [(3000, 1816), (70, 0)], chunk_size=32, num_groups=4, sink_size=SINK, dtype=torch.bfloat16,
-        device=torch.device("cuda", 0),
-    )  # fmt: skip
+    kernels, case = kernels_for(mask), case_of(mask, [(3000, 1816), (70, 0)])
     store = case.appended()
 
     def step():
@@ -396,17 +347,6 @@ def test_a_cuda_graph_replays_on_new_lengths():
         torch.testing.assert_close(output, step(), rtol=0, atol=0)
 
 
-def test_a_kernel_that_disagrees_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(find_kernels_leank, "_found", {})
-    monkeypatch.setattr(find_kernels_leank, "disagreement", lambda kernels: 0.5)
-    monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
-    with caplog.at_level("WARNING", logger=find_kernels_leank.logger.name):
-        assert kernels_for(random_mask(2, 128, 5, multiple=32), 4, torch.bfloat16, 32) is None
-        assert kernels_for(random_mask(2, 128, 6, multiple=32), 4, torch.bfloat16, 32) is None
-    ours = [record for record in caplog.records if record.name == find_kernels_leank.logger.name]
-    assert ["disagrees" in record.getMessage() for record in ours] == [True]
-
-
 SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
 
 
@@ -416,6 +356,12 @@ def warnings(monkeypatch, caplog):
     monkeypatch.setattr(find_kernels_leank, "_found", {})
     monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
     return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_a_kernel_that_disagrees_is_not_used(warnings, monkeypatch):
+    monkeypatch.setattr(find_kernels_leank, "disagreement", lambda kernels: 0.5)
+    assert [find_kernels(CUDA, torch.bfloat16, **SHAPE) for _ in range(2)] == [None, None]
+    assert ["disagrees" in warning for warning in warnings()] == [True]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed_both
+from tests.runtime.tiny_inputs import feed_both, ids
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -22,13 +22,9 @@ def model(model_pair):
     return model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", **SLIDING).leank
 
 
-def ids(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
 @torch.no_grad()
 def prefilled(model, length, seed=0):
-    return model(ids(length, seed), cache=model.build_cache())[CACHE]
+    return model(ids(1, length, seed), cache=model.build_cache())[CACHE]
 
 
 @torch.no_grad()
@@ -38,12 +34,12 @@ def decoded(model, cache, tokens, positions, **masks):
 
 def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
     alone = [
-        decoded(model, prefilled(model, length, row), ids(3, 9), torch.arange(3)[None] + length)
+        decoded(model, prefilled(model, length, row), ids(1, 3, 9), torch.arange(3)[None] + length)
         for row, length in enumerate(LENGTHS)
     ]
     cache = concatenate([prefilled(model, length, row) for row, length in enumerate(LENGTHS)])
     positions = torch.tensor(LENGTHS)[:, None]
-    steps = [decoded(model, cache, ids(3, 9)[:, [i]].expand(2, 1), positions + i) for i in range(3)]
+    steps = [decoded(model, cache, ids(1, 3, 9)[:, [i]].expand(2, 1), positions + i) for i in range(3)]
     torch.testing.assert_close(torch.cat(steps, 1), torch.cat(alone))
 
 
@@ -56,19 +52,19 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     # state, of as many rows as it had.
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(length).expand(2, -1), cache=cache)
+        model(ids(1, length).expand(2, -1), cache=cache)
     drop(cache)
     positions = torch.arange(12)[None]
-    expected = decoded(model, model.build_cache("deferred"), ids(12, 1), positions)
-    assert torch.equal(decoded(model, cache, ids(12, 1), positions), expected)
+    expected = decoded(model, model.build_cache("deferred"), ids(1, 12, 1), positions)
+    assert torch.equal(decoded(model, cache, ids(1, 12, 1), positions), expected)
     assert cache.memory().other_keys.used == 2 * 3 * (WINDOW - 1) * 16 * 4
 
 
 def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
     options = {**OPTIONS["qwen3_next"], "layer_types": ["linear_attention", "full_attention"]}
     model = model_pair([[0, 3, 16]], "Qwen3Next", **options).leank
-    cache, positions, tokens = model.build_cache(), torch.arange(12)[None], ids(12, 1).expand(2, -1)
-    decoded(model, cache, ids(12), positions)
+    cache, positions, tokens = model.build_cache(), torch.arange(12)[None], ids(1, 12, 1).expand(2, -1)
+    decoded(model, cache, ids(1, 12), positions)
     cache.reset()
     expected = decoded(model, model.build_cache(), tokens, positions)
     assert torch.equal(decoded(model, cache, tokens, positions), expected)
@@ -95,7 +91,7 @@ def test_beams_move_rows_within_a_captured_step(graphs, model):
     settings = {"do_sample": False, "num_beams": 3, "min_new_tokens": 16, "max_new_tokens": 16}
     settings |= {"pad_token_id": 0, "attention_mask": torch.ones(1, 20)}
     caches = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = (model.generate(ids(20), cache=cache, **settings) for cache in caches)
+    ours, eager = (model.generate(ids(1, 20), cache=cache, **settings) for cache in caches)
     assert torch.equal(ours, eager)
     assert caches[0].graph.num_captures == 1 and caches[0].graph.num_replays >= 12
 
@@ -104,9 +100,9 @@ def test_why_a_step_is_not_captured(graphs, model):
     cache = prefilled(model, WINDOW - 3)
     reasons = []
     for count in (1, 1, 1, 2):
-        decoded(model, cache, ids(count), torch.arange(count)[None] + cache.get_seq_length())
+        decoded(model, cache, ids(1, count), torch.arange(count)[None] + cache.get_seq_length())
         reasons.append(cache.graph.why_eager)
-    model(ids(1), position_ids=torch.tensor([[cache.get_seq_length()]]), cache=cache)
+    model(ids(1, 1), position_ids=torch.tensor([[cache.get_seq_length()]]), cache=cache)
     assert [*reasons, cache.graph.why_eager] == [
         *["a window of 7 tokens, in layers that are not pruned, is not full"] * 2,
         "the first step of its kind",
@@ -117,6 +113,6 @@ def test_why_a_step_is_not_captured(graphs, model):
 
 def test_a_step_lets_go_of_the_prompt(model):
     cache = prefilled(model, 20)
-    decoded(model, cache, ids(1), torch.tensor([[20]]))
+    decoded(model, cache, ids(1, 1), torch.tensor([[20]]))
     for layer in cache.other_layers.values():
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes

@@ -12,7 +12,7 @@ from runtime.layout_leank import cut_layers
 from runtime.pruned_attention_leank import decode_attention
 from runtime.turns_leank import attend_turn
 from tests.runtime.decode_cases import make_case
-from tests.runtime.tiny_inputs import random_masks
+from tests.tiny_families import random_mask
 
 D, SINK, SCALE = 64, 3, 0.3
 WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]
@@ -25,7 +25,7 @@ PRUNED = [0, 0, 0, 0, 28, 0, 3, 51, 49, 50]
 def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change):
     """Rows of so many stored tokens, pruned ones among them, in pages; what no token is put into is 1e4."""
     case = make_case(
-        random_masks(widths, D), [(stored + columns, *pruned) for stored, *pruned in rows],
+        random_mask([widths], D)[0], [(stored + columns, *pruned) for stored, *pruned in rows],
         chunk_size=cut_layers([widths], None, D)[0].chunk_size, num_groups=groups, sink_size=SINK,
         dtype=dtype, device=torch.device("cpu"), num_columns=columns, page_sizes=(16, 8), **change,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """How much memory a cache takes: what is reserved, how it grows, and what a prompt leaves behind."""
 
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import feed, ids, row
+from tests.runtime.tiny_inputs import feed, ids, padded, row
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -64,11 +65,8 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
     model = model_pair(WIDTHS).leank
     cache = feed(model, ids(2, 60))[CACHE]
 
-    def fail(*_):
-        raise torch.OutOfMemoryError("no memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(store_leank, "take_pages", fail)
+        patched.setattr(store_leank, "take_pages", Mock(side_effect=torch.OutOfMemoryError("no memory")))
         with pytest.raises(torch.OutOfMemoryError):
             cache.reserve(2**24)
     for _ in range(6):
@@ -95,8 +93,7 @@ def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(options, 
 
 def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, monkeypatch):
     model = model_pair(WIDTHS).leank
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, :23] = 0
+    mask = padded(70, 23)
     whole = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
     monkeypatch.setattr(store_leank, "_BLOCK_SIZE", 2 * 3 * 16 * 9)
     blocks = feed(model, ids(2, 70), attention_mask=mask)[CACHE]

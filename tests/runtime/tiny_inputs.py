@@ -24,6 +24,13 @@ def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def padded(length: int, count: int = 7, *others: int, rows: int = 2) -> torch.Tensor:
+    """A mask of rows, of which the second begins with so much padding, and has more in other columns."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1, [*range(count), *others]] = 0
+    return mask
+
+
 def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
     """Masks of which all channels are kept."""
     return torch.ones(layers, heads, head_dim, dtype=torch.bool)
@@ -37,12 +44,6 @@ def row(length: int, seed: int = 0) -> torch.Tensor:
 def one_row(length: int = 21) -> torch.Tensor:
     """The beginning of one prompt, as a batch."""
     return ids(1, length, 5)
-
-
-def random_masks(widths: tuple[int, ...], head_dim: int, seed: int = 0) -> torch.Tensor:
-    """A layer's masks: so many channels of each head."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
 
 
 @torch.no_grad()

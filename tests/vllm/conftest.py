@@ -37,6 +37,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 HERE = Path(__file__).parent
+# What several engines are asked with.
+TWICE = (None, None)
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+FEW: dict[str, Any] = {"lengths": (80, 170, 12, 500), "new": 40}
 # Sink, recent and flush so small that prompts outgrow them; none of them a multiple of a page.
 SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
 
@@ -195,9 +199,8 @@ VALUE_WIDTHS = [[0, 8, 16, 32], [0, 0, 24, 8], [16, 0, 8, 24]]
 def prune_values(folder: Path, out: Path) -> Path:
     """Copy a checkpoint, and have V's first channels alone kept, as if they were the best directions."""
     out = shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    config["leank"]["value_widths"] = VALUE_WIDTHS
-    (out / "config.json").write_text(json.dumps(config))
+    block = json.loads((out / "config.json").read_text())["leank"]
+    checks.edit_json(out / "config.json", leank={**block, "value_widths": VALUE_WIDTHS})
     return out
 
 

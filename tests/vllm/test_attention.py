@@ -6,40 +6,13 @@ import pytest
 import torch
 
 from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
-from leank_convert._runtime.layout_leank import cut_layers, order_channels
 from leank_convert._runtime.pruned_attention_leank import decode_attention
-from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
-from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
+from tests.vllm.stores import make_store
 
 HEAD_DIM, GROUPS, SINK, SCALE = 16, 2, 3, 0.3
 LENGTHS = (70, 5, 33)
-PAGE, WINDOW_PAGE = 16, 32
-
-
-def make_store(widths, is_fp8=False, value_widths=None):
-    """A pool of used pages for three rows, nothing written."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
-    (layout,) = cut_layers([widths], value_widths and [value_widths], HEAD_DIM)
-    numbers = numbers_of(layout)
-    pools = [
-        torch.full((20, 1, size, count + 4), 1e3).flatten(1)[:, : size * count].unflatten(1, (1, size, count))
-        for size, count in zip((PAGE, WINDOW_PAGE), numbers, strict=True)
-    ]
-    pages = [torch.randperm(19, generator=generator).to(torch.int32)[:15].view(3, 5) + 1 for _ in pools]
-    if is_fp8:
-        pools = [as_bytes(pool.clamp(max=448).to(FP8)) for pool in pools]
-    scales = [2.0 ** torch.randint(-7, -4, (1, 3, HEAD_DIM), generator=generator) for _ in range(2)]
-    store = StoreTensors(
-        *(pool.view(FP8) if is_fp8 else pool for pool in view_layer(*pools, layout, Numbers(0, 0))),
-        layout.chunk_index(order_channels(mask)[None]),
-        torch.tensor(layout.head_table, dtype=torch.int32),
-        *pages,
-        None,
-        *(scales if is_fp8 else (None, None)),
-    )
-    return layout, mask, store
+PAGES = PAGE, WINDOW_PAGE = 16, 32
 
 
 def write_rows(store, layout, keys, values):
@@ -73,7 +46,7 @@ def case(request):
     """Pages in which three rows have been written token by token; what they hold of them."""
     is_fp8, param = "fp8" in request.param, request.param
     widths, values = VALUES.get(param, (NARROW if is_fp8 else param, None))
-    layout, mask, store = make_store(widths, is_fp8, values)
+    layout, mask, store = make_store(widths, HEAD_DIM, PAGES, is_fp8=is_fp8, value_widths=values)
     keys, values, _ = draw_tokens(len(mask))
     write_rows(store, layout, keys, values)
     if is_fp8:
@@ -144,7 +117,7 @@ def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_a_mean_comes_off_keys_and_nothing_else_before_they_are_written(dtype):
-    layout, _, pages = make_store((0, 5, 16), dtype == FP8)
+    layout, _, pages = make_store((0, 5, 16), HEAD_DIM, PAGES, is_fp8=dtype == FP8)
     keys, values, mean = draw_tokens(3)
     if dtype == torch.bfloat16:
         pages = pages.map_memory(lambda pool: pool.to(dtype))

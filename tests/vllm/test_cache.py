@@ -1,5 +1,7 @@
 """The window's manager on vLLM's own pool of blocks: what is held, what is given back, what a hit finds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,16 +74,13 @@ def test_pages_held_while_decoding_are_few_and_hold_all_that_is_whole():
         assert not any(blocks[token // BLOCK].is_null for token in (*range(16), *recent))
 
 
-class Cached:
+def cached(pages):
     """A pool in which some of the pages of a prefix are cached."""
 
-    hash_block_size = BLOCK
+    def find(block_hash, groups):
+        return [f"page {block_hash}"] * len(groups) if block_hash in pages else None
 
-    def __init__(self, pages):
-        self.pages = pages
-
-    def get_cached_block(self, block_hash, groups):
-        return [f"page {block_hash}"] * len(groups) if block_hash in self.pages else None
+    return SimpleNamespace(hash_block_size=BLOCK, get_cached_block=find)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ class Cached:
 )
 def test_a_hit_is_the_prefix_of_which_every_page_is_there(pages, alignment, expected):
     found, length = LeanKWindowManager.find_longest_cache_hit(
-        list(range(20)), 10 * BLOCK, [1], Cached(set(pages)), SPEC, False, alignment
+        list(range(20)), 10 * BLOCK, [1], cached(set(pages)), SPEC, False, alignment
     )
     assert found == ([f"page {index}" for index in range(expected)],)
     assert length == expected * BLOCK

@@ -16,10 +16,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from leank_convert.vllm.beside import check_kinds, hide_prompts, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import LINEAR, answers_of, ask, run_engines
+from tests.vllm.conftest import LINEAR, NGRAMS, TWICE, answers_of, ask, run_engines
 
-TWICE = (None, None)
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 LONG = {"lengths": tuple(range(90, 106, 2)), "new": 200}
 SLIDING = [family for family in MIXED if family != "qwen3_next"]
 

@@ -1,4 +1,4 @@
-"""Weights, means of keys and scales of an FP8 cache go to the ranks that have their heads."""
+"""Weights, quantized or not, means of keys and scales go to the ranks that have their heads."""
 
 import hashlib
 from types import SimpleNamespace
@@ -173,12 +173,79 @@ def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():
     assert isinstance(model, SmolLM3Model)
 
 
+ATTENTION = "model.layers.0.self_attn"
+
+
+def quantized_model(heads):
+    """A model of quantized weights, whose ranks have these KV heads; its cache is in the model's dtype."""
+    model = type("Model", (_LeanKForCausalLM, Stock), {"__init__": lambda self: None})()
+    attention, has = SimpleNamespace(key_scale=None), {"has_key_mean": False, "has_value_basis": False}
+    model.__dict__.update(
+        _quantized=True, _has_gate=False, _layers_differ=False, _num_heads=8, _attentions=[attention],
+        _pages=SimpleNamespace(heads=heads, widths=((),)), _config=SimpleNamespace(leank={}),
+        _source=("out", {}), _settings=SimpleNamespace(**has, head_dim=16, layers=(0,)),
+    )  # fmt: skip
+    return model
+
+
+def test_one_rank_loads_whatever_layout_as_it_is():
+    weights = {
+        f"{ATTENTION}.q_proj.qweight": torch.ones(64, 32),
+        f"{ATTENTION}.q_proj.weight_scale": torch.ones(7),
+        f"{ATTENTION}.o_proj.weight": torch.ones(32, 64),
+        f"{ATTENTION}.o_proj.weight_scale": torch.ones(32, 1),
+        f"{ATTENTION}.o_proj.input_scale": torch.ones(()),
+    }
+    model = quantized_model(((range(4),),))
+    assert model.load_weights(weights.items()) == weights.keys()
+    assert all(model.loaded[name] is tensor for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "moves"),
+    [
+        ("q_proj.weight_scale", (128, 1), 16),  # of rows
+        ("k_proj.weight_scale", (64,), 16),
+        ("v_proj.weight_scale_inv", (4, 2), 1),  # of blocks that are a head
+        ("o_proj.weight_scale_inv", (2, 16), 2),  # of two blocks to a head
+        ("q_proj.weight_scale", (), 0),  # of all
+        ("q_proj.input_scale_ub", (1,), 0),
+        ("o_proj.weight_scale", (32, 1), 0),
+        ("o_proj.weight_scale", (32,), 0),
+        ("k_proj.weight_scale_inv", (2, 2), None),  # two heads share a block
+        ("k_proj.weight_packed", (64, 4), None),
+        ("o_proj.weight", (32, 64), None),  # two elements to a byte
+    ],
+)
+def test_what_heads_have_of_a_tensor_moves_with_them(name, shape, moves):
+    model, tensor = quantized_model((((0, 3),), ((1, 2),))), torch.rand(shape)
+    name = f"{ATTENTION}.{name}"
+    if moves is None:
+        with pytest.raises(ValueError, match=rf"^`{name}` is of shape \[.*serve it on one GPU"):
+            model.with_ordered_heads(name, tensor)
+        return
+    found = model.with_ordered_heads(name, tensor)
+    if not moves:
+        assert found is tensor
+        return
+    dim = int("o_proj" in name)
+    heads = tensor.unflatten(dim, (-1, moves))
+    order = torch.tensor([0, 3, 1, 2])
+    if heads.shape[dim] == 8:  # two query heads to each of K and V
+        order = torch.stack([2 * order, 2 * order + 1], 1).flatten()
+    assert found.equal(heads.index_select(dim, order).flatten(dim, dim + 1))
+
+
 class Stock:
     def __init__(self, *, vllm_config, prefix):
         self.chosen = dict(vllm_config.attention_config.backend_per_kind)
 
     def modules(self):
         raise RuntimeError(self.chosen)
+
+    def load_weights(self, weights):
+        self.loaded = dict(weights)
+        return set(self.loaded)
 
 
 def test_only_layers_that_are_pruned_are_built_with_the_plugins_backend(monkeypatch):

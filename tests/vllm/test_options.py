@@ -163,17 +163,30 @@ def class_of(monkeypatch):
     return {found.__name__: found for found in configs.CONFIG_CLASSES}.get
 
 
-def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely(class_of):
-    other = class_of("LeanKMiniMaxM2Config")
-    assert other().leank is None  # as transformers builds it to save a difference
-    with pytest.raises(ValueError, match=r"'leank_minimax_m2': vLLM's build for CPUs.*llama, mistral, qwen2"):
-        other(leank={})
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+BLOCK = {"format_version": 1, **Windows(0, 0, 1).sizes, "prune": "eager"}
+ROWS = {"widths": [[16, 16]], "channel_masks": ["f" * 8], "head_permutation": [[0, 1]]}
+ONE, TWO = {**BLOCK, **ROWS, "layers": [0]}, {**BLOCK, **{key: rows * 2 for key, rows in ROWS.items()}}
 
 
-def test_biases_that_vllms_model_lacks_are_refused(class_of, monkeypatch):
-    monkeypatch.setattr(configs.runtime.LeanKConfigMixin, "__post_init__", lambda self, **kwargs: None)
-    with pytest.raises(ValueError, match=r"config\.json: `use_bias` is true, and vLLM's model"):
-        class_of("LeanKErnie4_5Config")(use_bias=True, leank={})
+@pytest.mark.parametrize(
+    ("name", "keys", "told"),
+    [
+        ("MiniMaxM2", {"leank": {}}, r"'leank_minimax_m2': vLLM's build for CPUs.*llama, mistral, qwen2"),
+        ("Ernie4_5", {"use_bias": True, "leank": TWO}, r"config\.json: `use_bias` is true, and vLLM's model"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1, "leank": ONE},
+            r"`leank\.layers` names the layers that are pruned, and vLLM's",
+        ),
+    ],
+    ids=["a family that was not tried", "biases", "layers that are not pruned"],
+)
+def test_what_vllms_model_of_a_family_lacks_is_refused_not_run_densely(name, keys, told, class_of):
+    config = class_of(f"LeanK{name}Config")
+    assert config().leank is None  # as transformers builds it to save a difference
+    with pytest.raises(ValueError, match=told):
+        config(**SIZES, **keys)
 
 
 def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(class_of):
@@ -181,11 +194,3 @@ def test_experts_in_mxfp4_are_named_as_vllm_names_those_of_the_family(class_of):
     assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
     config.quantization_config = {"quant_method": "mxfp4"}  # as vLLM does, from the file
     assert config.quantization_config == {"quant_method": "gpt_oss_mxfp4"}
-
-
-def test_layers_that_vllms_model_of_a_family_does_not_have_are_refused(class_of):
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-    block = {"format_version": 1, "layers": [0], "widths": [[16, 16]], "channel_masks": ["f" * 8]}
-    block |= {"head_permutation": [[0, 1]], **Windows(0, 0, 1).sizes, "prune": "eager"}
-    with pytest.raises(ValueError, match=r"`leank\.layers` names the layers that are pruned, and vLLM's"):
-        class_of("LeanKQwen2Config")(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +11,14 @@ pytest.importorskip("tilelang")
 import tilelang
 
 from leank_convert._runtime.find_kernels_leank import find_kernels
-from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
+from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.kernel_leank import KernelShape
-from leank_convert._runtime.layout_leank import cut_layers, order_channels
-from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot
 from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
 from leank_convert.vllm.page_kernels import append_slots, gather_rows
 from leank_convert.vllm.rows import Prompt, PromptRun
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
+from tests.vllm.stores import FILL, make_store
 
 D = 32
 
@@ -54,39 +52,6 @@ def no_device_to_choose(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
-def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True, value_widths=None):
-    """A pool of used pages whose tables name them in no order; nothing is written."""
-    generator = torch.Generator().manual_seed(0)
-    (layout,) = cut_layers([widths], value_widths and [value_widths], D)
-    layout = replace(layout, chunk_size=16)
-    mask = torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
-    pools = []
-    for page_size, chunks, values in zip(
-        page_sizes,
-        (layout.num_kept_chunks, layout.num_dropped_chunks),
-        (layout.kept_value_index, layout.dropped_value_index),
-        strict=True,
-    ):
-        rows = ((chunks, 16), (len(values), layout.value_chunk))
-        pools += [torch.full((num_pages, count, page_size, size), 3.0) for count, size in rows]
-    if is_fp8:
-        pools = [quantise(pool, torch.tensor(1.0)) for pool in pools]
-    tables = [
-        1 + torch.randperm(num_pages - 1, generator=generator)[:18].view(3, 6).to(torch.int32)
-        for _ in range(2)
-    ]
-    size = (1, len(widths), D)
-    scales = [2.0 ** torch.randint(-7, -4, size, generator=generator) for _ in range(2)]
-    return layout, StoreTensors(
-        *pools,
-        layout.chunk_index(order_channels(mask)[None]),
-        torch.tensor(layout.head_table, dtype=torch.int32),
-        *tables,
-        torch.randn(size, generator=generator) if is_centred else None,
-        *(scales if is_fp8 else (None, None)),
-    )
-
-
 def slots_of(table, page_size, row, tokens):
     return table[row, tokens // page_size].long() * page_size + tokens % page_size
 
@@ -112,7 +77,7 @@ CASES = [
 def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp8, value_widths, is_centred):
     """The middle of one row, a single token of another, the start of a third, and padding among them."""
     options = {"is_fp8": is_fp8, "is_centred": is_centred, "value_widths": value_widths}
-    layout, store = make_store(widths, page_sizes, **options)
+    layout, _, store = make_store(widths, D, page_sizes, chunk_size=16, **options)
     copies = CpuPageKernels(is_fp8=is_fp8, value_chunk=layout.value_chunk)
     parts = [(0, torch.arange(0, 90)), (2, torch.arange(0, 1)), (1, torch.arange(0, 70))]
     nowhere = torch.full((3,), -1)
@@ -126,7 +91,7 @@ def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp
     append_by_slot(keys, values, expected, layout, slots, window_slots)
     for ours, others in zip(store[:4], expected[:4], strict=True):
         assert torch.equal(as_bytes(ours)[1:], as_bytes(others)[1:])
-        assert (ours[0].float() == 3).all(), "page 0 is nobody's"
+        assert (ours[0].float() == FILL).all(), "page 0 is nobody's"
     # In another order, one of them in part, tables of no meaning behind what they have.
     store.page_table[0, -(-90 // page_sizes[0]) :] = 2**30
     store.window_table[0, -(-90 // page_sizes[1]) :] = -(2**30)

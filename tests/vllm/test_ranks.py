@@ -1,17 +1,16 @@
 """Two ranks of tensor parallelism answer as one: each takes its own heads' weights, widths, means, scales."""
 
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.vllm.conftest import LINEAR, answers_of, ask, prune_values, run_engines
+from tests.checks import edit_json
+from tests.vllm.conftest import FEW, LINEAR, answers_of, ask, prune_values, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
-FEW = {"lengths": (80, 170, 12, 500), "new": 40}
 MIXED = ["olmo3", "gpt_oss"]  # norms over all heads; sinks and biases of heads
 
 
@@ -33,14 +32,9 @@ def quantize(folder, out):
     }
     out = shutil.copytree(folder, out)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    (out / "config.json").write_text(json.dumps(config))
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    quantization = {**settings, "config_groups": {"group_0": group}}
+    edit_json(out / "config.json", quantization_config=quantization)
     return out
 
 

@@ -5,11 +5,9 @@ import json
 import pytest
 
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import VALUE_WIDTHS, answers_of, ask, prune_values, run_engines
+from tests.vllm.conftest import FEW, NGRAMS, TWICE, VALUE_WIDTHS, answers_of, ask, prune_values, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
-
-FEW = {"lengths": (80, 170, 12, 500), "new": 40}
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +17,13 @@ def pruned(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(pruned, adapted):
-    chunks = {"rounds": (None, None), "max_num_batched_tokens": 128, "block_size": 16}
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    chunks = {"rounds": TWICE, "max_num_batched_tokens": 128, "block_size": 16}
     lora = {"enable_lora": True, "max_loras": 2}  # vLLM gives those without one the last slot's
     converted, original = str(adapted / "converted"), str(adapted / "original")
     adapters = {"converted": [converted, None, converted, converted], "original": [original] * 4}
     runs = {
         "chunks": ask(pruned, **FEW, **chunks),
-        "drafts": ask(pruned, **FEW, speculative_config=drafts),
+        "drafts": ask(pruned, **FEW, speculative_config=NGRAMS),
         **{name: ask(adapted / "checkpoint", **FEW, **lora, adapters=adapters[name]) for name in adapters},
     }
     return run_engines(runs)

@@ -12,14 +12,9 @@ NUM_STEPS = 70  # more than room is made for at a time
 FLOAT32 = 1e-4  # what sums of another order may differ by
 
 
-def mask_with_all_kinds_of_heads():
-    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(3)) < 0.5
-    mask[0, 0], mask[1, 1] = False, True
-    return mask
-
-
 def test_without_a_method_it_decodes_and_counts_as_a_leank_cache_does(prefill):
-    mask = mask_with_all_kinds_of_heads()
+    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask[0, 0], mask[1, 1] = False, True  # all kinds of heads
     expected, leank = decode(prefill, Masked("leank", mask), NUM_STEPS)
     logits, cache = decode(prefill, Compared("compared", ComparedLayer, mask), NUM_STEPS)
     torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32)

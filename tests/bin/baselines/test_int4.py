@@ -20,14 +20,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(int4, "CHUNK_SIZE", CHUNK)
 
 
-@pytest.fixture
-def masks(evaluated):
-    """Those of the checkpoint, and a head that keeps nothing."""
-    masks = evaluated.channel_masks.clone()
-    masks[0, 0] = False
-    return masks
-
-
 def first_layer(prefill, make_layer, masks):
     """The last logits, and the first layer: what it holds depends on its tokens alone."""
     logits, cache = decode(prefill, Compared("compared", make_layer, masks), NUM_STEPS)

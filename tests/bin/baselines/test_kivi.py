@@ -65,9 +65,7 @@ def test_pruning_then_quantising_is_quantising_then_pruning(dtype):
 
 
 @pytest.mark.parametrize("make_layer", [KiviLayer, in_window])
-def test_kept_channels_are_kivis_whatever_else_is_pruned(evaluated, prefill, make_layer):
-    masks = evaluated.channel_masks.clone()
-    masks[0, 0] = False
+def test_kept_channels_are_kivis_whatever_else_is_pruned(masks, prefill, make_layer):
     plain = first_layer(prefill, ComparedLayer)
     kivi, product = first_layer(prefill, KiviLayer), first_layer(prefill, make_layer, masks)
     kept = masks[0][:, None]
@@ -78,9 +76,7 @@ def test_kept_channels_are_kivis_whatever_else_is_pruned(evaluated, prefill, mak
 
 
 @pytest.mark.parametrize(("make_layer", "window_bits"), [(KiviLayer, None), (in_window, 4.0)])
-def test_bytes_count_codes_extremes_residuals_and_the_window(evaluated, prefill, make_layer, window_bits):
-    masks = evaluated.channel_masks.clone()
-    masks[0, 0] = False
+def test_bytes_count_codes_extremes_residuals_and_the_window(masks, prefill, make_layer, window_bits):
     layer = first_layer(prefill, make_layer, masks)
     expected = 0.0
     for length in (length + NUM_STEPS for length in LENGTHS):

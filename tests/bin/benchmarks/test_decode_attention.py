@@ -1,6 +1,5 @@
 """What decode attention has to read, by hand and as the cache counts it; what its result is held to."""
 
-import pytest
 import torch
 
 from bin.benchmarks.decode_attention import (
@@ -12,13 +11,6 @@ from bin.benchmarks.decode_attention import (
 )
 from bin.benchmarks.random_models import build_model, choose_setup
 from runtime.layout_leank import ChunkLayout
-
-
-@pytest.fixture(scope="module")
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    shapes = (3, 8, 1, 64), (3, 4, 90, 64), (3, 4, 90, 64)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def test_bytes_by_hand():
@@ -35,7 +27,10 @@ def test_bytes_by_hand():
     )
 
 
-def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
+def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 8, 1, 64), (3, 4, 90, 64), (3, 4, 90, 64)
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     setup = choose_setup(None, "tiny")
     model = build_model(setup, torch.device("meta"))
     pruned = pruned_length(90, setup.windows)

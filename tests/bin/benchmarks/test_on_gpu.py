@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.checks import run_python
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def measured():
-    def call(*arguments):
-        command = [sys.executable, "-m", "bin.benchmarks", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return call
+def measured(*arguments):
+    done = run_python("-m", "bin.benchmarks", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("sizes", [["1x64", "3x5"], ["2x1024", "2x1024x8"]], ids=str)
-def test_kernel_is_timed_by_graph_replay(sizes, measured):
+def test_kernel_is_timed_by_graph_replay(sizes):
     cases = [part for size in sizes for part in ("--case", size)]
     peers = "leank-all-channels,sdpa-flash,sdpa"
     document = measured("kernel", "--geometry", "tiny", *cases, "--peers", peers, "--rounds", "3")
@@ -34,7 +29,7 @@ def test_kernel_is_timed_by_graph_replay(sizes, measured):
             assert entry.get("method") == "CUDA graph replay", entry
 
 
-def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
+def test_generate_replays_steps_of_all_but_the_stock_cache():
     document = measured("generate", "--geometry", "tiny", "--case", "2x100x24", "--drafts", "4")
     assert document["kernel"] == "compiled kernel"
     (case,) = document["cases"]
@@ -49,7 +44,7 @@ def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
         assert case["sides"][name]["draft"]["method"] == "CUDA graph replay"
 
 
-def test_fp8_caches_decode_by_kernel_beside_ours_in_bfloat16(measured):
+def test_fp8_caches_decode_by_kernel_beside_ours_in_bfloat16():
     fp8 = ("--geometry", "tiny", "--kv-dtype", "fp8")
     cases = ("--case", "2x1024", "--case", "2x1024x8")
     document = measured("kernel", *fp8, *cases, "--peers", "leank-own-dtype")
@@ -61,7 +56,7 @@ def test_fp8_caches_decode_by_kernel_beside_ours_in_bfloat16(measured):
         assert side["check"]["ok"] and side["replay"]["method"] == "CUDA graph replay"
 
 
-def test_memory_measures_peaks_and_finds_batches(measured):
+def test_memory_measures_peaks_and_finds_batches():
     document = measured("memory", "--geometry", "tiny", "--largest", "1000x12", "--limit", "0.1")
     assert document["prefill"]["leank"]["peak_bytes"] > 0
     (case,) = document["largest_batch"]
@@ -69,7 +64,7 @@ def test_memory_measures_peaks_and_finds_batches(measured):
     assert case["dense"]["batch"] == case["dense"]["predicted_by_bytes"]
 
 
-def test_training_counts_peaks_and_is_right_in_bfloat16(measured):
+def test_training_counts_peaks_and_is_right_in_bfloat16():
     document = measured("train", "--geometry", "tiny", "--length", "512")
     assert document["ok"]
     step = document["step"]

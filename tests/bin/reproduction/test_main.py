@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from bin.reproduction.__main__ import main
 from bin.reproduction.plan import MAIN
 from bin.reproduction.plans import make_plan
 from leank_convert.errors import LeanKError
+from tests.checks import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,14 +57,9 @@ def test_a_real_model_is_read_from_its_folder(run, tmp_path, name, flag):
 
 
 def test_workers_are_processes_of_the_same_command(tmp_path):
-    command = [sys.executable, "-m", "bin.reproduction", str(tmp_path), "--device", "cpu", "--quick"]
-    done = subprocess.run(
-        [*command, "--minutes", "0", "--workers", "2"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    options = "--device", "cpu", "--quick", "--minutes", "0", "--workers", "2"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python("-m", "bin.reproduction", tmp_path, *options, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/tables.md\n"), done.stderr
     assert len(re.findall(r"^(\d+) of \1 units left$", done.stderr, re.M)) == 2
     assert "Traceback" not in done.stderr

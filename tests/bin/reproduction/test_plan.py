@@ -36,11 +36,6 @@ def plan(request):
     return make_plan(name, **options)
 
 
-@pytest.fixture(params=["testbed", "smollm2"])
-def papers(request):
-    return make_plan(request.param, quick=False, on_gpu=True)
-
-
 def entries(plan):
     """All that answer or are fed, and those whose bytes are counted."""
     rows = [row for part in plan.parts for each in part.rounds for row in each.rows]
@@ -78,7 +73,9 @@ def test_what_a_table_shows_is_asked_beside_the_dense_model(plan):
         assert {row for _, row in table.rows} | {(DENSE,)} <= asked[table.part]
 
 
-def test_every_method_of_a_recipe_is_compared_at_all_ratios_and_in_all_its_settings(papers):
+@pytest.mark.parametrize("name", ["testbed", "smollm2"])
+def test_every_method_of_a_recipe_is_compared_at_all_ratios_and_in_all_its_settings(name):
+    papers = make_plan(name, quick=False, on_gpu=True)
     table = next(table for table in papers.tables if table.title == "Pruning ratio against accuracy")
     ratios, settings = {}, {}
     for label, row in table.rows:

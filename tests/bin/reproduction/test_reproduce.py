@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,9 +78,7 @@ def test_the_report_has_every_table_and_every_row(done, plan):
 
 
 def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, plan, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("made again")
-
+    refuse = Mock(side_effect=AssertionError("made again"))
     monkeypatch.setattr(bench, "train_masks", refuse)
     monkeypatch.setattr(answers_module, "answer_prompts", refuse)
     before = (copied / "tables.md").read_text()
@@ -105,17 +104,12 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, mon
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
     (copied / "masks" / "contexts of at most 220 tokens" / "ratio-0.7" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
-    made = []
-    original = bench.train_masks
-
-    def note(model, folder, **options):
-        made.append(folder.name)
-        return original(model, folder, **options)
-
-    monkeypatch.setattr(bench, "train_masks", note)
+    train = Mock(wraps=bench.train_masks)
+    monkeypatch.setattr(bench, "train_masks", train)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = (copied / "tables.md").read_text()
     Experiment(copied, plan, device="cpu").run()
+    made = [call.args[1].name for call in train.call_args_list]
     assert made == ["static-norm-uniform", "random-uniform", "contexts of at most 220 tokens"]
     assert (copied / "tables.md").read_text() == before
 

@@ -1,6 +1,7 @@
 """Prompts whose keys or values alone are rounded; V pruned in memory answers as a checkpoint does."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,13 +30,7 @@ def prefill():
     with torch.no_grad():
         model(ids(2, 60), cache=cache)
 
-    class Prefill:
-        def fork(self, windows):
-            return fork(cache)
-
-    found = Prefill()
-    found.model, found.cache = model, cache
-    return found
+    return SimpleNamespace(model=model, cache=cache, fork=lambda windows: fork(cache))
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])

@@ -76,19 +76,12 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
     assert found["model"] == "llama-model"
 
 
-@pytest.fixture(scope="module")
-def mask_file(tmp_path_factory):
+def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(save, tmp_path):
     mask = torch.rand(4, 4, 64, generator=torch.Generator().manual_seed(0)) < 0.3
     mask[0, :2] = False
-    path = tmp_path_factory.mktemp("mask") / "mask.npy"
-    numpy.save(path, mask.numpy())
-    return path
-
-
-def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(mask_file, tmp_path):
     out = tmp_path / "out"
     options = ["--model", "testbed", "-n", 1, "--device", "cpu", *SHORT]
-    shown = done("analyze", mask_file, *options, "-o", out)
+    shown = done("analyze", save(mask), *options, "-o", out)
     assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in shown
     for row in ("between tasks", "between lengths", "high frequencies"):
         assert re.search(rf"^{row} +\S", shown, re.MULTILINE)

@@ -25,6 +25,12 @@ def writer(tmp_path_factory, byte_level_tokenizer):
     return export_checkpoint(source, ChannelMask(mask), folder / "out", **windows)
 
 
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text("The quick courier left parcel 77 in the hall. " * 10)
+    return tmp_path / "text.txt"
+
+
 def check_remedy(told):
     """A mistake of the user's is told in a sentence, with a remedy."""
     error, hint = told.splitlines()
@@ -50,9 +56,8 @@ def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
     assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
 
 
-def test_a_mask_loses_of_its_model_what_it_loses_as_a_checkpoint(writer, tmp_path):
-    source, out, text = writer.parent / "source", tmp_path / "results", tmp_path / "text.txt"
-    text.write_text("The quick courier left parcel 77 in the hall. " * 10)
+def test_a_mask_loses_of_its_model_what_it_loses_as_a_checkpoint(writer, text, tmp_path):
+    source, out = writer.parent / "source", tmp_path / "results"
     asked = ["--task", "niah_single_1", "--length", 1200, "-n", 2, "--also", "leank+fp8", "--json"]
     fed = ["--text", text, "--prefix-tokens", 100, "--num-tokens", 20, "--json"]
     by_mask = [source, "--mask", writer]
@@ -77,10 +82,8 @@ def test_a_mask_loses_of_its_model_what_it_loses_as_a_checkpoint(writer, tmp_pat
     check_remedy(rejected("evaluate", source, "--mask", tmp_path / "other.safetensors", *asked))
 
 
-def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
+def test_a_text_is_compared_token_by_token(writer, text, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a progress bar, as on a terminal
-    text = tmp_path / "text.txt"
-    text.write_text("The quick courier left parcel 77 in the hall. " * 10)
     options = ["--text", text, "--prefix-tokens", 100, "--also", "window"]
     printed = run("evaluate-text", writer, *options, "-o", tmp_path / "r", "--json")
     assert printed.exit_code == 0, printed.output

@@ -132,13 +132,6 @@ def run_where(tmp_path):
     return run
 
 
-@pytest.fixture
-def without_torch(run_where):
-    """Runs a command where torch cannot be imported."""
-    modules = {name: f"raise SystemExit('{name} was imported')\n" for name in ("torch", "transformers")}
-    return lambda *arguments: run_where(arguments, **modules)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,10 +144,11 @@ def without_torch(run_where):
     ],
 )
 def test_bad_recipes_and_options_are_refused_before_torch_is_imported(
-    without_torch, tmp_path, shipped_checkpoint, arguments, message
+    run_where, tmp_path, shipped_checkpoint, arguments, message
 ):
     given = [shipped_checkpoint if argument == "CHECKPOINT" else argument for argument in arguments]
-    done = without_torch(*given, "-o", tmp_path / "out")
+    modules = {name: f"raise SystemExit('{name} was imported')\n" for name in ("torch", "transformers")}
+    done = run_where([*given, "-o", tmp_path / "out"], **modules)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert not (tmp_path / "out").exists()

@@ -93,21 +93,23 @@ def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(to
         assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in places)
 
 
-def test_passkeys_are_long_and_anywhere(plain_tokenizer):
-    data = section(tasks=["passkey"], min_length=6000, max_length=6000)
-    places, numbers = [], set()
-    for index in range(12):
-        sample = SampleSource(plain_tokenizer, data, seed=0).draw(index)
-        prompt = plain_tokenizer.decode(sample.prompt_ids())
+@pytest.mark.parametrize(("task", "fact"), [("retrieval", "Locker {} "), ("passkey", "Telegram number {} ")])
+def test_what_is_asked_is_one_of_many_facts_and_anywhere(plain_tokenizer, task, fact):
+    places, asked = [], set()
+    samples = SampleSource(plain_tokenizer, section(tasks=[task], min_length=6000, max_length=6000), seed=0)
+    for index in range(15):
+        prompt = plain_tokenizer.decode(samples.draw(index).prompt_ids())
+        asked.add(re.search(ASKED[task], prompt).group(1))
+        places.append(prompt.index(fact.format(re.search(ASKED[task], prompt).group(1))) / len(prompt))
+        if task == "retrieval":
+            assert len(re.findall(r"^Locker \S+ opens", prompt, re.M)) > 10
+            continue
         telegrams = re.findall(r"Telegram number (\d+) read: ([a-z ]+)\.", prompt)
         assert sorted(int(number) for number, _ in telegrams) == list(range(1, 11))
         assert all(16 <= len(words.split()) <= 32 for _, words in telegrams)
-        asked = re.search(ASKED["passkey"], prompt).group(1)
-        numbers.add(asked)
-        places.append(prompt.index(f"Telegram number {asked} ") / len(prompt))
     assert min(places) < 0.2
     assert max(places) > 0.8
-    assert len(numbers) > 5
+    assert len(asked) > 5
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,6 @@ from leank_convert.recipe import DataSection
 from tests.checks import refusal, section
 
 
-def split_text(tokenizer, sample):
-    return tokenizer.decode(sample.prompt_ids()), tokenizer.decode(sample.answer_ids())
-
-
 def same(sample, other):
     return sample.prompt_ids().equal(other.prompt_ids()) and sample.answer_ids().equal(other.answer_ids())
 
@@ -32,21 +28,6 @@ def test_sample_is_a_function_of_seed_and_step(plain_tokenizer):
         assert same(sample, second.draw(step))
     assert same(sample, ahead)
     assert not same(sample, SampleSource(plain_tokenizer, section(), seed=8).draw(5))
-
-
-def test_retrieval_asks_one_of_many_lines_anywhere(plain_tokenizer):
-    source = SampleSource(plain_tokenizer, section(tasks=["retrieval"]), seed=0)
-    places = []
-    for step in range(30):
-        prompt, answer = split_text(plain_tokenizer, source.draw(step))
-        lines = [line for line in prompt.splitlines() if line.startswith("Locker ")]
-        key = re.search(r"Which code opens locker (\S+)\?", prompt).group(1)
-        asked = [i for i, line in enumerate(lines) if key in line]
-        assert [lines[i] for i in asked] == [f"Locker {key} opens with code {answer}."]
-        assert len(lines) > 10
-        places.append(asked[0] / (len(lines) - 1))
-    assert min(places) < 0.2
-    assert max(places) > 0.8
 
 
 @pytest.mark.parametrize("wording", ["general", "testbed"])
@@ -131,6 +112,6 @@ def test_testbed_wording_is_the_shipped_models_language(task, testbed_tokenizer)
         assert sample.task == task
         assert 200 <= sample.num_tokens <= 2048
         assert testbed_tokenizer.unk_token_id not in sample.prompt_ids().tolist()
-        prompt, answer = split_text(testbed_tokenizer, sample)
+        prompt, answer = map(testbed_tokenizer.decode, (sample.prompt_ids(), sample.answer_ids()))
         assert prompt.endswith("<|assistant|>")
         assert len(answer.split()) == sample.num_answer_tokens >= 3

@@ -8,8 +8,8 @@ from leank_convert.evaluate.prompt import Prompt, score
 CLASSES = ("city", "capital city", "person")
 
 
-def prompt(scoring, *references, **options):
-    return Prompt("task", 64, 0, torch.arange(3), references, scoring, 8, **options)
+def prompt(scoring, *references, classes=CLASSES, **options):
+    return Prompt("task", 64, 0, torch.arange(3), references, scoring, 8, classes=classes, **options)
 
 
 @pytest.mark.parametrize(
@@ -38,25 +38,16 @@ def prompt(scoring, *references, **options):
         pytest.param("final_number", "12", "Answer: " + "9" * 5000, 0, id="another of 5000 digits"),
         ("variables", "V1, V22", "V3 = 4\nThey are V22 and V1.", 1),
         ("variables", "", "None of them.", 1),
+        # A class counts by how many are named; one within the right one's name does not.
+        ("class", "city", "a city", 1),
+        ("class", "city", "a city or a person", 1 / 2),
+        ("class", "city", "nothing", 0),
+        ("class", "capital city", "a capital city", 1),
+        ("class", "city", "a capital city", 1 / 2),
     ],
 )
 def test_a_score_is_that_of_its_definition(scoring, reference, answer, expected):
     assert score(answer, prompt(scoring, reference)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "expected"),
-    [
-        ("a city", "city", 1),
-        ("a city or a person", "city", 1 / 2),
-        ("nothing", "city", 0),
-        # A class within the right one's name does not count.
-        ("a capital city", "capital city", 1),
-        ("a capital city", "city", 1 / 2),
-    ],
-)
-def test_a_class_counts_by_how_many_are_named(answer, right, expected):
-    assert score(answer, prompt("class", right, classes=CLASSES)) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,5 +71,5 @@ def test_only_the_first_line_counts_where_that_is_the_answer():
 
 def test_what_a_score_depends_on_changes_the_prompts_digest():
     plain = prompt("class", "city")
-    assert len({plain.digest, prompt("class", "city", classes=CLASSES).digest}) == 2
+    assert len({plain.digest, prompt("class", "city", classes=()).digest}) == 2
     assert len({plain.digest, prompt("class", "city", first_line=True).digest}) == 2

@@ -32,16 +32,6 @@ def compare(evaluated, *variants, **options):
     return compare_text(evaluated, TEXT, variants, **{"prefix_tokens": PREFIX, **options})
 
 
-def dense_log_probs(evaluated, input_ids):
-    """Of one forward pass of the dense model over the whole text [tokens, vocabulary]."""
-    with torch.no_grad():
-        return evaluated.dense(input_ids=input_ids[None]).logits[0].double().log_softmax(-1)
-
-
-def token_ids(evaluated):
-    return evaluated.tokenizer(TEXT, return_tensors="pt").input_ids[0]
-
-
 def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
     every = Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
     result = compare(evaluated, every, no_channel())
@@ -56,9 +46,10 @@ def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
 def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
     result = compare(evaluated, Masked("pruned"))
     (found,) = result.variants
-    ids = token_ids(evaluated)
-    dense = dense_log_probs(evaluated, ids)
+    ids = evaluated.tokenizer(TEXT, return_tensors="pt").input_ids[0]
     with torch.no_grad():
+        # Of one pass over the whole text [tokens, vocabulary].
+        dense = evaluated.dense(input_ids=ids[None]).logits[0].double().log_softmax(-1)
         cache = evaluated.model(input_ids=ids[None, :PREFIX])[CACHE]
         for place in range(PREFIX, NUM_TOKENS - 1):
             logits = evaluated.model(input_ids=ids[None, place : place + 1], cache=cache).logits

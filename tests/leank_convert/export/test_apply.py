@@ -1,5 +1,6 @@
 import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,11 +88,9 @@ def test_a_kernel_that_cannot_copy_is_made_do_without(copies, tmp_path, tensors,
 
 @pytest.mark.parametrize("in_kernel", [True, False])
 def test_a_source_that_shrinks_under_the_export_is_an_error(in_kernel, tmp_path, tensors, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
+    error = OSError(errno.EXDEV, "Invalid cross-device link")
     if not in_kernel:
-        monkeypatch.setattr("os.copy_file_range", refuse)
+        monkeypatch.setattr("os.copy_file_range", Mock(side_effect=error))
     save_file(tensors, tmp_path / "in.safetensors")
     source = read_header(tmp_path / "in.safetensors")
     os.truncate(source.path, source.data_start + 10)

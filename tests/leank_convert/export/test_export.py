@@ -20,11 +20,8 @@ from tests.checks import edit_json, facts_of, fitting_mask, provenance_of, ragge
 
 
 def read_tensors(folder):
-    return {name: tensor for file in shard_files(folder) for name, tensor in load_file(file).items()}
-
-
-def shard_files(folder):
-    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "channel_mask.safetensors"]
+    files = folder.glob("model*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,6 @@ def test_options_masks_configs_and_weights_that_do_not_fit_are_refused(source_mo
     mask, wrong = fitting_mask(source), ChannelMask(ragged_mask(head_dim=16))
     for options, message in (
         ({"sink_size": -1}, "`sink_size` is -1"),
-        ({"flush_size": 0}, "`flush_size` is 0"),
-        ({"prune": "lazy"}, "`prune` is 'lazy'"),
         ({"prune": []}, "`prune` is []"),  # not hashable
         ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
     ):

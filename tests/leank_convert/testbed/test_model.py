@@ -8,17 +8,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, Sample, build_sample
 
 HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
-
-
-@pytest.fixture
-def tokenizer(testbed_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    return testbed_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +24,6 @@ def model() -> PreTrainedModel:
 def held_out(task: str, count: int, lengths: Iterable[int]) -> list[Sample]:
     rng = random.Random(f"test/{task}")
     return [build_sample(task, rng, tokens) for tokens in itertools.islice(itertools.cycle(lengths), count)]
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> torch.Tensor:
-    chat = [{"role": "user", "content": sample.prompt}]
-    options = {"return_tensors": "pt", "return_dict": False}
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)
-
-
-def decode(tokenizer: PreTrainedTokenizerFast, new_ids: torch.Tensor) -> str:
-    return tokenizer.decode(new_ids, skip_special_tokens=True)
 
 
 def test_weights_are_small_and_bfloat16():
@@ -57,31 +42,33 @@ def test_written_figures_are_complete_and_as_claimed():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_generate_answers_held_out_prompts(model, tokenizer, task):
-    right = 0
+def test_generate_answers_held_out_prompts(model, testbed_tokenizer, task):
+    right, options = 0, {"return_tensors": "pt", "return_dict": False}
     for sample in held_out(task, 4, HELD_OUT_LENGTHS):
-        ids = encode(tokenizer, sample)
+        chat = [{"role": "user", "content": sample.prompt}]
+        ids = testbed_tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
-        right += decode(tokenizer, output[0, ids.shape[1] :]) == sample.answer
+        answer = testbed_tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        right += answer == sample.answer
     assert right == 4
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_text_survives_the_round_trip(tokenizer, task):
+def test_text_survives_the_round_trip(testbed_tokenizer, task):
     sample = build_sample(task, random.Random(0), 512)
     for text in (sample.prompt, sample.answer):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
+        ids = testbed_tokenizer(text, add_special_tokens=False).input_ids
         assert len(ids) == len(text.split())
-        assert tokenizer.decode(ids) == text
+        assert testbed_tokenizer.decode(ids) == text
 
 
-def test_template_writes_a_question_and_its_answer(tokenizer):
+def test_template_writes_a_question_and_its_answer(testbed_tokenizer):
     question = {"role": "user", "content": "goze 17 42 ; find goze"}
     answer = {"role": "assistant", "content": "goze 17 42"}
-    asked = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-    told = tokenizer.apply_chat_template([question, answer], tokenize=False)
+    asked = testbed_tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    told = testbed_tokenizer.apply_chat_template([question, answer], tokenize=False)
     assert asked == "<|begin|><|user|> goze 17 42 ; find goze <|end|><|assistant|>"
     assert told == f"{asked} goze 17 42 <|end|>"
-    ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+    ids = testbed_tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
     words = [BEGIN, USER, "goze", "17", "42", ";", "find", "goze", END, ASSISTANT]
-    assert tokenizer.convert_ids_to_tokens(ids) == words
+    assert testbed_tokenizer.convert_ids_to_tokens(ids) == words

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
+from leank_convert.methods.statistics import attention_of
 from tests.tiny_families import tiny_model
 
 
@@ -116,6 +118,14 @@ def read_log():
         return [row for row in map(json.loads, lines) if "kind" not in row]
 
     return read
+
+
+def stock_cache(loaded, input_ids):
+    """Keys and values that transformers' own cache holds of a context, each [L, H_kv, N, D]."""
+    cache = DynamicCache(config=loaded.model.config)
+    with torch.no_grad(), attention_of(loaded.model, "eager"):
+        loaded.model.base_model(input_ids=input_ids[None], cache=cache, use_cache=True)
+    return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
 
 
 def without_times(rows):

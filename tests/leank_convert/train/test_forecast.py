@@ -1,6 +1,7 @@
 """A run's forecast: numbers worked out by hand, its verdict, and a dry run that leaves nothing behind."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,9 +114,8 @@ def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model, short_r
 
 
 def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe, monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore of it")
-
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore of it")
+    fail = Mock(side_effect=error)
     for place, part in (("train.graphs.distil", "a step"), ("train.model._load_weights", "the weights")):
         with monkeypatch.context() as patch:
             patch.setattr(f"leank_convert.{place}", fail)

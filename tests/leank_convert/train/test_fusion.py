@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,10 +59,7 @@ def test_only_the_context_pass_is_compiled_a_few_times_whatever_the_layers_and_l
 
 
 def test_where_nothing_can_be_compiled_training_goes_on_with_a_warning(model, monkeypatch, caplog):
-    def refuse(*given, **options):
-        raise RuntimeError("Failed to find C compiler.\nmore")
-
-    sample = draw(60)
+    refuse, sample = Mock(side_effect=RuntimeError("Failed to find C compiler.\nmore")), draw(60)
     expected = loss_and_gradient(model, sample)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", refuse)

@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 
-from leank_convert.data import SampleSource
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_masks
@@ -16,7 +15,6 @@ from leank_convert.train import loop
 from leank_convert.train.attention import Student
 from leank_convert.train.forecast import forecast
 from leank_convert.train.gates import load_pattern
-from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
 from leank_convert.train.run import Run
@@ -61,12 +59,10 @@ def read_pattern(out):
     return torch.tensor([[float(gate) for gate in line.split("\t")] for line in lines])
 
 
-def test_first_steps_follow_loss_and_penalty_of_the_gates(make, short_recipe, retriever_folder, tmp_path):
+def test_first_steps_follow_loss_and_penalty_of_the_gates(make, load, tmp_path):
     heads = {**HEADS, "steps": 3}  # too few for the rate to be ramped
     make(heads=heads)
-    recipe = short_recipe(method="duo-attention", heads=heads)
-    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
-    samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    loaded, samples = load(method="duo-attention", heads=heads)
     mean = load_mask(tmp_path / "out" / "channel_mask.safetensors").key_mean.float()
     gates = torch.ones(2, 2, requires_grad=True)
     adam = torch.optim.Adam([gates])
@@ -192,7 +188,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def load(folder):
+def load_gates(folder):
     """Reads the folder's gates for a model of so many layers and KV heads."""
 
     def run(layers=2, heads=3, **changes):
@@ -202,15 +198,15 @@ def load(folder):
     return run
 
 
-def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_refused(load, folder):
-    gates = load()
+def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_refused(load_gates, folder):
+    gates = load_gates()
     assert gates.dtype == torch.float32
     assert gates[..., 0].tolist() == [[0.0, 0.55859375, 1.0], [1.0, 0.0, 0.734375]]
     with refusal(r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
-        load(3, 2)
+        load_gates(3, 2)
     for text, shape in (("0.5\t1.0\n", (1, 2)), ("0.5\n1.0\n", (2, 1))):  # a single layer or head
         (folder / "full_attention_heads.tsv").write_text(text)
-        assert load(*shape).shape == (*shape, 1)
+        assert load_gates(*shape).shape == (*shape, 1)
 
 
 @pytest.mark.parametrize(
@@ -225,21 +221,21 @@ def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_ref
         ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is -4"),
     ],
 )
-def test_files_of_another_form_are_refused_by_name(load, folder, name, text, reason):
+def test_files_of_another_form_are_refused_by_name(load_gates, folder, name, text, reason):
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text)
     with refusal(rf"{name}` of `heads.pattern` cannot be read: .*{reason}", "attn_patterns"):
-        load()
+        load_gates()
 
 
 @pytest.mark.parametrize(("learned", "recent_size", "warns"), [(256, 256, 0), (256, 255, 1), (10**9, 99, 1)])
 def test_smaller_windows_than_a_pattern_was_learned_with_are_told(
-    load, folder, caplog, learned, recent_size, warns
+    load_gates, folder, caplog, learned, recent_size, warns
 ):
     (folder / "config.json").write_text(json.dumps({**CONFIG, "recent_size": learned}))
     with caplog.at_level(logging.WARNING, logger="leank_convert"):
-        load(windows={"sink_size": 128, "recent_size": recent_size})
+        load_gates(windows={"sink_size": 128, "recent_size": recent_size})
     assert len(caplog.records) == warns
     assert not warns or f"`windows.recent_size` is {recent_size}" in caplog.text
     assert not warns or f"with `recent_size` {learned}" in caplog.text

@@ -19,13 +19,6 @@ stage2: {steps: 12, learning_rate: 0.02, validation_contexts: 2}
 """
 
 
-@pytest.fixture
-def mixed_folder(speaking_folder):
-    """Half of its layers have a window."""
-    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_sliding_window": True}
-    return speaking_folder("qwen3", **layers, sliding_window=30)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model", "method"),
@@ -36,7 +29,12 @@ def mixed_folder(speaking_folder):
         ("mixed", "leank"),
     ],
 )
-def test_captured_steps_learn_what_steps_as_written_learn(model, method, mixed_folder, tmp_path, monkeypatch):
+def test_captured_steps_learn_what_steps_as_written_learn(
+    model, method, speaking_folder, tmp_path, monkeypatch
+):
+    if model == "mixed":  # half of its layers have a window
+        kinds = ["sliding_attention", "full_attention"] * 2
+        model = speaking_folder("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=30)
     (tmp_path / "recipe.yaml").write_text(_SETTINGS)
     recipe = load_recipe(tmp_path / "recipe.yaml", [f"method={method}", "heads.steps=24"])
     launches, launch = [], graphs._Graph.launch
@@ -48,8 +46,7 @@ def test_captured_steps_learn_what_steps_as_written_learn(model, method, mixed_f
         if folder == "written":
             monkeypatch.setattr(graphs, "rotates_by_length", lambda *_: True)
         launches.clear()
-        source = mixed_folder if model == "mixed" else model
-        masks.append(train_masks(source, tmp_path / folder, recipe=recipe, device="cuda", progress=False))
+        masks.append(train_masks(model, tmp_path / folder, recipe=recipe, device="cuda", progress=False))
         logs.append(read_log(tmp_path / folder / "leank" / "log.jsonl"))
         assert (len(launches) > 10) == (folder != "written")
     *ours, written = logs

@@ -4,37 +4,14 @@ import logging
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
-from leank_convert.methods.statistics import attention_of
 from leank_convert.train import key_mean
 from leank_convert.train.key_mean import count_contexts, measure_keys
-from leank_convert.train.model import find_model, load_model
 from leank_convert.train.state import TrainingDirectory, load_state
 from tests.checks import refusal
-
-
-@pytest.fixture
-def load(short_recipe, retriever_folder):
-    """A model of the test's own, and the samples of a recipe: `load(**changes)`."""
-
-    def run(**changes):
-        recipe = short_recipe(**changes)
-        loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
-        return loaded, SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
-
-    return run
-
-
-def stock_cache(loaded, input_ids):
-    """Keys and values that transformers' own cache holds of a context, each [L, H_kv, N, D]."""
-    cache = DynamicCache(config=loaded.model.config)
-    with torch.no_grad(), attention_of(loaded.model, "eager"):
-        loaded.model.base_model(input_ids=input_ids[None], cache=cache, use_cache=True)
-    return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
+from tests.leank_convert.train.conftest import stock_cache
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_masks
 from leank_convert.train import graphs
 from leank_convert.train.attention import Student
 from leank_convert.train.log import read_log
-from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
 from leank_convert.train.run import Run
@@ -33,10 +31,9 @@ def train(folder, recipe, out, **options):
     return dict(zip(recipe.pruning_ratios, found.values(), strict=True))
 
 
-def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path):
+def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, load, tmp_path):
     masks = train(retriever_folder, recipe, tmp_path)
-    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
-    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + 500_000)
+    loaded, source = load(seed=recipe.seed + 500_000)
     log = read_log(tmp_path / "leank" / "log.jsonl")
     differed = False
     for ratio, mask in masks.items():
