@@ -68,7 +68,7 @@ def test_training_counts_peaks_and_is_right_in_bfloat16():
     document = measured("train", "--geometry", "tiny", "--length", "512")
     assert document["ok"]
     step = document["step"]
-    assert [case["questions"] for case in step["steps"]] == [1, 2]
+    assert [case["questions"] for case in step["steps"]] == [1, 8]
     for case in step["steps"]:
         assert step["weight_bytes"] < case["peak_bytes"]
         assert case["ratio"] == case["peak_bytes"] / (step["weight_bytes"] + step["cache_bytes"])

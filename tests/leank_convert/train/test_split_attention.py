@@ -195,7 +195,7 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
         monkeypatch.setattr(fused, "fused_kernel", lambda *given, **options: kernel)
     windows, sees = Windows(16, 64), torch.tensor([True] + [False] * (kv_heads - 1)).cuda()
     scaling = head_dim**-0.5
-    weights = torch.randn(1, 60, kv_heads * groups, head_dim, dtype=torch.float64).cuda()
+    weights = case.normal(60, kv_heads * groups).cuda()
 
     def run(function, dtype):
         query, key, value, *learned, basis = (t.cuda() for t in (*case.tensors(), *case.of_values[::-1]))
