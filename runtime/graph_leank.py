@@ -45,19 +45,12 @@ _COLUMNS = (1, 2, 4, 8, 16, MAX_DRAFT)
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The tensors that a decode step reads, apart from the cache.
+    """The tensors that a decode step reads, apart from the cache."""
 
-    Attributes:
-        name: `input_ids` or `inputs_embeds`.
-        tokens: `[B, d]` or `[B, d, hidden]`.
-        position_ids: `[B, d]` or `[1, d]`; None: behind the cache's length.
-        valid: Columns that are real `[B, d]`; None if all are.
-    """
-
-    name: str
-    tokens: torch.Tensor
-    position_ids: torch.Tensor | None
-    valid: torch.Tensor | None
+    name: str  # `input_ids` or `inputs_embeds`
+    tokens: torch.Tensor  # `[B, d]` or `[B, d, hidden]`
+    position_ids: torch.Tensor | None  # `[B, d]` or `[1, d]`; None: behind the cache's length
+    valid: torch.Tensor | None  # columns that are real `[B, d]`; None if all are
 
     @property
     def num_columns(self) -> int:
@@ -144,21 +137,13 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        kind: What steps have in common that it serves.
-        graph: What it launches.
-        inputs: Memory that it reads.
-        output_type: Class of the model's output.
-        output: Memory that it writes, by name.
-    """
-
-    kind: tuple[Any, ...]
-    graph: StepGraph
-    inputs: _Inputs
-    output_type: type
-    output: dict[str, torch.Tensor]
+    kind: tuple[Any, ...]  # what steps have in common that it serves
+    graph: StepGraph  # what it launches
+    inputs: _Inputs  # memory that it reads
+    output_type: type  # class of the model's output
+    output: dict[str, torch.Tensor]  # memory that it writes, by name
 
 
 class DecodeGraph:

@@ -205,14 +205,8 @@ def begin_softmax(
 ) -> None:
     """Begin a running softmax, with the sinks of a head in the segment of its first tile.
 
-    Args:
-        parallel: `T.Parallel`, or `T.grid` on the CPU.
-        top: As in `softmax_tile`.
-        total: The same: a sink is counted in the place of the first token.
-        seg: The segment.
-        sinks: The sinks' logits, times log2 e; None without any.
-        first: Column of the first query.
-        num_groups: G.
+    `top` and `total` are as in `softmax_tile`: a sink is counted in the place of the first token. `sinks` are
+    their logits, times log2 e; None without any.
     """
     if sinks is None:
         T.fill(total, 0)

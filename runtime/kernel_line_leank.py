@@ -267,22 +267,10 @@ def load_tile(
     fetch: Any, room: Any, k: Any, v: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
     tile: Any, pages: Any, seg: Any, is_whole: Any, value_spans: Any,
 ) -> None:  # fmt: skip
-    """Load a tile's chunks of K and V from the pages that `find_pages` found.
+    """Load a tile's chunks of K and V into the buffers `k` and `v`, from the pages that `find_pages` found.
 
-    Args:
-        fetch: Called with what is loaded and where to: how a load is made.
-        room: Called with one of `k` or `v`, first and last token and lanes: the part of it to load to.
-        k: Buffers of chunks of K.
-        v: Buffers of chunks of V.
-        kept_keys: The four pools.
-        values: The second.
-        window_keys: The third.
-        window_values: The fourth.
-        tile: The tile, of which only `CHUNKS` is read.
-        pages: Its pages.
-        seg: The segment.
-        is_whole: Whether it is a whole tile.
-        value_spans: Chunk, first and last lane of every load of V.
+    `fetch` makes a load, given what is loaded and where to; `room` gives the part of a buffer between two
+    tokens and two lanes. Loads of V are of `value_spans`, each a chunk and the lanes between two.
     """
     size = TILE // int(pages.shape[0])
     for b in list(range(int(pages.shape[0]))):

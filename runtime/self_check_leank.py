@@ -34,23 +34,14 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Step:
-    """Prompts in a cache, and one decode step of theirs that is not in it yet.
-
-    Attributes:
-        store: The cache.
-        query: `[B, H, d, D]`.
-        keys: `[B, H_kv, d, D]`.
-        values: `[B, H_kv, d, D]`.
-        append: Where new tokens go, and what they see.
-        sinks: Logits of attention sinks `[H]`; None without any.
-    """
+    """Prompts in a cache, and one decode step of theirs that is not in it yet."""
 
     store: ChunkStore
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    append: Append
-    sinks: torch.Tensor | None
+    query: torch.Tensor  # `[B, H, d, D]`
+    keys: torch.Tensor  # `[B, H_kv, d, D]`
+    values: torch.Tensor  # `[B, H_kv, d, D]`
+    append: Append  # where new tokens go, and what they see
+    sinks: torch.Tensor | None  # logits of attention sinks `[H]`
 
     def stored(self) -> ChunkStore:
         """Return the cache with the new tokens in it, by plain torch."""
