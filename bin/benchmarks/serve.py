@@ -44,6 +44,7 @@ _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? 
 # Where a server keeps what it compiles: each begins without, whoever ran before.
 _CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+_IMPORTS = "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, leank_convert.vllm.models, tilelang"
 _COLUMNS = {
     "cache tokens": Column("cache_tokens", "{:,.0f}"),
     "at once": Column("most_running", "{:,.0f}"),
@@ -114,6 +115,8 @@ def benchmark_serve(
         ALL_CHANNELS: f"{ALL_CHANNELS}: our plugin with nothing pruned, cache in {cache}",
         DENSE: f"{DENSE}: vLLM's own {stem} and attention, cache in {cache}",
     }
+    # Else the first server's start would be the only one that waits for the disk.
+    subprocess.run([sys.executable, "-c", _IMPORTS], env={**os.environ, **_QUIET}, capture_output=True)
     sides: dict[str, Any] = {}
     for name in (OURS, *named):
         side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
