@@ -44,7 +44,9 @@ _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? 
 # Where a server keeps what it compiles: each begins without, whoever ran before.
 _CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-_IMPORTS = "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, leank_convert.vllm.models, tilelang"
+_IMPORTS = (
+    "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, leank_convert.vllm.models, tilelang"
+)
 _COLUMNS = {
     "cache tokens": Column("cache_tokens", "{:,.0f}"),
     "at once": Column("most_running", "{:,.0f}"),
