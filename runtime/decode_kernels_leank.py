@@ -54,7 +54,7 @@ class DecodeKernels:
         hopper = (properties.major, properties.minor) == (9, 0)
         per_sm = properties.shared_memory_per_multiprocessor
         per_block = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        shape = self._fit(per_sm, per_block)
+        shape = self.fit(per_sm, per_block)
         self.num_programs = shape.num_instances * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
         self.arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
@@ -101,7 +101,7 @@ class DecodeKernels:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
         return _same_kernels, (self.key, self.generic)
 
-    def _fit(self, per_sm: int, per_block: int) -> Any:
+    def fit(self, per_sm: int, per_block: int) -> Any:
         """Choose tiles in flight and instances per multiprocessor: two hide each other's latency."""
         from .kernel_leank import KernelShape
 

@@ -181,6 +181,11 @@ class DecodeGraph:
         captured = self._captured.get(self._num_columns)
         return None if captured is None else captured.graph
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the model's steps run as `fused_forward`."""
+        return self._model is not None and self._model.is_fused
+
     def forget(self) -> None:
         """Drop what was captured."""
         self._key: tuple[Any, ...] | None = None
@@ -212,7 +217,7 @@ class DecodeGraph:
         self._num_columns = count = call.given.captured_columns
         self.why_eager = self._why_eager(call)
         is_new, step = self.why_eager == _FIRST_OF_ITS_KIND, forward
-        if (self.why_eager is None or is_new) and self._model and self._model.is_fused:
+        if (self.why_eager is None or is_new) and self.is_fused:
             step = functools.partial(fused_forward, model, cache)
         if self.why_eager is None:
             captured = self._captured.get(count) or self._capture(call, step)

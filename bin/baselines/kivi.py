@@ -59,17 +59,17 @@ class KiviLayer(ComparedLayer):  # type: ignore[no-untyped-call]
     def _round_keys(self, row: int, start: int, stop: int) -> None:
         if stop > start:  # else there are no groups
             tokens = self.keys[row, :, start:stop]
-            rounded = _round_in_groups(tokens.mT).mT
+            rounded = round_in_groups(tokens.mT).mT
             chosen = self.channel_mask[:, None] | self._in_window
             tokens.copy_(torch.where(chosen, rounded, tokens))
 
     def _rounded_values(self, tokens: Tensor) -> Tensor:
         """Round V of some tokens [..., H_kv, S, D]."""
         chosen = (self.widths > 0)[:, None, None] | self._in_window
-        return torch.where(chosen, _round_in_groups(tokens), tokens)
+        return torch.where(chosen, round_in_groups(tokens), tokens)
 
 
-def _round_in_groups(states: Tensor) -> Tensor:
+def round_in_groups(states: Tensor) -> Tensor:
     """Round numbers [..., H_kv, N, M] in groups of the last dimension."""
     groups = torch.arange(states.shape[-1], device=states.device) // GROUP_SIZE
     return quantise(states, groups.expand(states.shape[-3], -1), BITS)

@@ -167,13 +167,13 @@ class FilledLayer:
     """
 
     def __init__(self, model: Any, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self._cache, num_new = model.build_cache("eager"), query.shape[2]
-        fill_layer(self._cache, layer, keys[:, :, :-num_new], values[:, :, :-num_new])
-        filled, scale = self._cache.layers[layer], query.shape[3] ** -0.5
+        self.cache, num_new = model.build_cache("eager"), query.shape[2]
+        fill_layer(self.cache, layer, keys[:, :, :-num_new], values[:, :, :-num_new])
+        filled, scale = self.cache.layers[layer], query.shape[3] ** -0.5
         self._store = filled.store
         new = keys[:, :, -num_new:], values[:, :, -num_new:]
-        step = self._cache.rows.step(filled.num_columns, len(query), num_new, None, query.device)
-        if self._cache.takes_step(num_new):
+        step = self.cache.rows.step(filled.num_columns, len(query), num_new, None, query.device)
+        if self.cache.takes_step(num_new):
             filled.decode(query, *new, step, scale)
             self._attend = partial(filled.attend, query, step.append, scale)
         else:

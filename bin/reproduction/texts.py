@@ -55,7 +55,7 @@ class Texts:
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
         plan, bench = self.plan, self.bench
-        taken = self._take(plan.num_texts, length + plan.num_fed + 1)
+        taken = self.take(plan.num_texts, length + plan.num_fed + 1)
         variants = [bench.variant(entry) for entry in entries]
         found = measure_rows(bench.evaluated, taken, variants, prefix_tokens=length)
         change = (found.nll - found.dense_nll).double().mean(-1)
@@ -103,7 +103,7 @@ class Texts:
             kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
             keep_result(self.path("answers"), kept)
 
-    def _take(self, count: int, num_tokens: int) -> Tensor:
+    def take(self, count: int, num_tokens: int) -> Tensor:
         """Pieces of the text, as far apart as it allows [count, num_tokens]."""
         if self.folder is None or self.kind == DOCUMENTATION:
             text = read_documentation()
@@ -122,7 +122,7 @@ class Texts:
 
     def _ask(self) -> list[list[int]]:
         tokenizer = self.bench.evaluated.tokenizer
-        pieces = tokenizer.batch_decode(self._take(self.plan.num_answers, self.plan.lengths[0]))
+        pieces = tokenizer.batch_decode(self.take(self.plan.num_answers, self.plan.lengths[0]))
         return encode_prompts(
             tokenizer,
             [

@@ -144,12 +144,12 @@ class LeanKAttention(Attention):
     @cached_property
     def kernels(self) -> DecodeKernels | None:
         """What decodes; None is plain torch. Its compilation is waited for."""
-        return self._find_kernels(self._num_columns)
+        return self.kernels_for(self._num_columns)
 
     @cached_property
     def wide_kernels(self) -> DecodeKernels | None:
         """The same for rows of up to `MAX_DRAFT` new tokens."""
-        return self._find_kernels(MAX_DRAFT)
+        return self.kernels_for(MAX_DRAFT)
 
     @cached_property
     def page_kernels(self) -> PageKernels | None:
@@ -165,7 +165,8 @@ class LeanKAttention(Attention):
             return []
         return [kernel_key(device, self.dtype, **self._shape(n)) for n in (self._num_columns, MAX_DRAFT)]
 
-    def _find_kernels(self, num_columns: int) -> DecodeKernels | None:
+    def kernels_for(self, num_columns: int) -> DecodeKernels | None:
+        """Kernels of so many new tokens of a row, once all are compiled; None is plain torch."""
         wait_for_kernels()
         with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
             return find_kernels(self.chunk_index.device, self.dtype, **self._shape(num_columns))

@@ -122,12 +122,12 @@ class _LeanKForCausalLM:
         """
         scales: dict[str, torch.Tensor] = {}
         loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
-        self._set_mask_tensors()
+        self.set_mask_tensors()
         if self._attentions[0].key_scale is not None:
-            self._set_scales(scales)
+            self.set_scales(scales)
         return loaded
 
-    def _set_mask_tensors(self) -> None:
+    def set_mask_tensors(self) -> None:
         """Give the stage's layers what comes off keys and rotates V, from the file beside the weights."""
         means, bases = load_mask_tensors(self._config, self._settings, *self._source)
         for attention in self._attentions:
@@ -136,7 +136,7 @@ class _LeanKForCausalLM:
             if bases is not None:
                 attention.value_basis.copy_(bases[attention.row][attention.heads])
 
-    def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
+    def set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""
         shape = [self._settings.num_key_value_heads, self._settings.head_dim]
         found: list[list[torch.Tensor]] = []

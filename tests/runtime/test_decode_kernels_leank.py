@@ -33,7 +33,7 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
     for (head_dim, chunk_size, max_chunks, chunk), count in itertools.product(sizes, (8, queries)):
         shape = (head_dim, 4, chunk_size, max_chunks, count)
         key = KernelKey(torch.device("cuda", 0), torch.bfloat16, *shape, value_chunk=chunk)
-        shape = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
+        shape = DecodeKernels.fit(SimpleNamespace(key=key), per_sm, per_block)
         stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
         assert shape.num_stages >= 2
         assert shape.num_stages * stage <= per_block

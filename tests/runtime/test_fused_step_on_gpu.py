@@ -147,7 +147,7 @@ def test_replayed_steps_are_as_exact_as_stock_steps(family, dtype, is_padded, bu
         decode(each, cache, steps, mask)[real].double()
         for each, cache in zip((model, model, exact), caches, strict=True)
     )
-    assert caches[0].graph._model.is_fused and caches[0].graph.num_replays >= steps - 8
+    assert caches[0].graph.is_fused and caches[0].graph.num_replays >= steps - 8
     errors = [float((logits - expected).norm() / expected.norm()) for logits in (ours, stock)]
     assert errors[0] <= 2 * errors[1], errors
     # The same token wherever the two best are further apart than the stock step's own error.
@@ -184,7 +184,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_size(build, monke
         model = build(**sizes)
         cache = model.build_cache()
         decode(model, cache, 4, prompt=prompt, rows=rows)
-        assert cache.graph._model.is_fused and cache.graph.num_replays >= 2
+        assert cache.graph.is_fused and cache.graph.num_replays >= 2
     assert not compiled
 
 
@@ -198,7 +198,7 @@ def test_fused_weights_are_held_once(build):
         torch.cuda.reset_peak_memory_stats()
         model(ids(1, 1), cache=cache)
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-    assert cache.graph._model.is_fused
+    assert cache.graph.is_fused
     assert torch.cuda.max_memory_allocated() < held + layer + 2**22
     del cache
     assert torch.cuda.memory_allocated() < before + 2**22

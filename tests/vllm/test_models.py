@@ -45,7 +45,7 @@ def set_scales(scales):
     ]
     settings = SimpleNamespace(num_key_value_heads=4, head_dim=16)
     model = SimpleNamespace(_attentions=attentions, _settings=settings)
-    _LeanKForCausalLM._set_scales(model, scales)
+    _LeanKForCausalLM.set_scales(model, scales)
     return attentions
 
 
@@ -89,7 +89,7 @@ def set_means(folder, damage=None):
         _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
         _source=(str(folder), {"revision": None}),
     )
-    _LeanKForCausalLM._set_mask_tensors(model)
+    _LeanKForCausalLM.set_mask_tensors(model)
     return attentions
 
 
@@ -277,7 +277,7 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(monkeypatch):
     layer = SimpleNamespace(
         chunk_index=torch.zeros(1), dtype=torch.bfloat16, _shape=lambda columns: {"columns": columns}
     )
-    layers.LeanKAttention._find_kernels(layer, 5)
+    layers.LeanKAttention.kernels_for(layer, 5)
     assert events == ["waited", 5]
 
 

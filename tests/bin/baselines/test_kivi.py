@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bin.baselines.compared_cache import Compared, ComparedLayer
-from bin.baselines.kivi import KiviLayer, _round_in_groups
+from bin.baselines.kivi import KiviLayer, round_in_groups
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
 LENGTHS = (380, 100)
@@ -61,7 +61,7 @@ def test_pruning_then_quantising_is_quantising_then_pruning(dtype):
     for _ in range(50):
         keys = torch.randn(4, 32, 64, generator=generator).mul(10).to(dtype)
         kept = torch.rand(64, generator=generator) < 0.3
-        assert torch.equal(_round_in_groups(keys.mT)[:, kept], _round_in_groups(keys[:, :, kept].mT))
+        assert torch.equal(round_in_groups(keys.mT)[:, kept], round_in_groups(keys[:, :, kept].mT))
 
 
 @pytest.mark.parametrize("make_layer", [KiviLayer, in_window])

@@ -36,7 +36,7 @@ def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again():
     pruned = pruned_length(90, setup.windows)
     for layer in range(2):
         filled = FilledLayer(model, layer, *inputs)
-        memory = filled._cache.memory()
+        memory = filled.cache.memory()
         # Widths are whole chunks here, so that no lane is padding.
         layout = ChunkLayout(setup.layout.widths[layer], 64, 16)
         counted = count_attention_bytes(layout, 3 * 90, 3 * pruned, 4)

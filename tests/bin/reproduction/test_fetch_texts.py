@@ -70,5 +70,5 @@ def test_what_is_learned_on_ends_before_what_is_measured(tmp_path):
     tokenizer = Mock(side_effect=lambda text, **options: SimpleNamespace(input_ids=[ord(c) for c in text]))
     bench = SimpleNamespace(evaluated=SimpleNamespace(tokenizer=tokenizer))
     plan = TextPlan((3,), num_fed=1, num_texts=2, learned_on=fetch_texts.LEARNED_ON)
-    taken = Texts(bench, "essays", tmp_path, tmp_path, plan)._take(2, 70 // 2)
+    taken = Texts(bench, "essays", tmp_path, tmp_path, plan).take(2, 70 // 2)
     assert "".join(map(chr, taken.flatten())) == "abcdefghij" * 7
