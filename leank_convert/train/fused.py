@@ -81,7 +81,9 @@ def query_gradient(
             weights = (query @ keys.mT).sub_(lse[..., None]).exp_()
             result += weights.mul_((gradient @ value[:, :, start:stop].to(dtype).mT).sub_(mean)) @ keys
         return result * scaling
-    gradient, output = gradient.to(query.dtype), output.to(query.dtype)
+    # PyTorch keeps cuDNN's plans by the strides of Q, K and V alone: one plan serves any gradient and output,
+    # so all must be laid out alike.
+    gradient, output = (part.to(query.dtype).contiguous() for part in (gradient, output))
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
     tensors, sizes = (gradient, query, key, value, output), (query.shape[2], key.shape[2])
     operators: Any = torch.ops.aten

@@ -218,3 +218,25 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
     for result, torchs, right in zip(ours, own, exact, strict=True):
         error, own_error = ((t - right).norm() / right.norm() for t in (result, torchs))
         assert error <= 2 * own_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_queries", [60, 61])
+def test_gradients_are_right_whatever_layout_came_before(num_queries, monkeypatch):
+    """PyTorch takes one plan of cuDNN's for gradients of all strides, that of the first such size."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    query, gradient, key, value = (random(1, 2, n, 128) for n in (num_queries, num_queries, 900, 900))
+    kernel = fused.fused_kernel(query, key, value)
+    output, lse = fused.attend(query, key, value, scaling=0.1)
+    layouts = [gradient, gradient.transpose(1, 2).contiguous().transpose(1, 2)]
+    found = []
+    for taken in (kernel, None):
+        monkeypatch.setattr(fused, "fused_kernel", lambda *_, taken=taken: taken)
+        for laid_out in layouts if num_queries == 60 else layouts[::-1]:
+            found.append(fused.query_gradient(laid_out, query, key, value, output, lse, scaling=0.1).float())
+    for ours in found[:2]:
+        torch.testing.assert_close(ours, found[-1], rtol=2**-5, atol=2**-5 * found[-1].abs().max().item())
