@@ -377,11 +377,14 @@ def compile_kernels(functions: list[Any], arch: str, *, has_barriers: bool) -> l
         target = {"kind": "cuda", "arch": arch}
         return tilelang.compile(functions[place], target=target, pass_configs=configs)
 
-    logger = logging.getLogger("tilelang.jit.kernel")  # it tells of every kernel's beginning and end
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    # On stdout they tell of a kernel's beginning and end, and warn where two shapes have one in common.
+    loggers = [logging.getLogger(f"tilelang.{name}") for name in ("jit.kernel", "cache.kernel_cache")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with ThreadPoolExecutor(len(functions)) as pool:
             return list(pool.map(compiled, range(len(functions))))
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
