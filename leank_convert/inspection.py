@@ -21,7 +21,6 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.estimate import WINDOW_SIZES, Row, estimate_model, find_config, list_estimate_rows
-from leank_convert.families import LEANK_PREFIX
 from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
     INT4_GROUP_SIZE,
@@ -220,7 +219,6 @@ def _describe_widths(
 def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     # Imports torch, which masks and checkpoints were read with.
     from leank_convert.vllm.capacity import count_dense, count_pruned
-    from leank_convert.vllm.configs import FAMILIES
     from leank_convert.vllm.pages import BLOCK_SIZE
 
     if facts["kind"] == "onnx":
@@ -229,12 +227,6 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
         raise LeanKError(
             f"`{facts['path']}` is not converted; how many requests are held, its mask decides",
             hint="name a checkpoint or a mask; `leank-convert masks` lists the packaged ones",
-        )
-    family = (facts["model_type"] or "").removeprefix(LEANK_PREFIX)
-    if family and family not in FAMILIES:
-        raise LeanKError(
-            f"`{facts['path']}`: vLLM serves no `{family}` model with a LeanK cache",
-            hint=f"served are {', '.join(FAMILIES)}",
         )
     if "pruned_layers" in facts:
         raise LeanKError(

@@ -22,12 +22,12 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES, FAMILIES, same_defaults
+    from leank_convert.vllm.configs import CONFIG_CLASSES, same_defaults
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    for family in FAMILIES:
-        stock = ARCHITECTURES[family].causal_lm_class
+    for family in ARCHITECTURES.values():
+        stock = family.causal_lm_class
         name = f"LeanK{stock}"
         # By name: the front end has no need of the model.
         ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")

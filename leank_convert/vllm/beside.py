@@ -19,10 +19,11 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from leank_convert.families import LEANK_PREFIX
+from leank_convert.vllm.configs import LINEAR
 from leank_convert.vllm.pages import STEP, ModelPages, coming_block_size, settle_block_size
 
 # By `model_type` vLLM knows for whose states it compiles kernels before the first request.
-qwen_triton_warmup._QWEN_MODEL_TYPES |= {f"{LEANK_PREFIX}qwen3_next"}
+qwen_triton_warmup._QWEN_MODEL_TYPES |= {LEANK_PREFIX + family for family in LINEAR}
 
 
 def check_kinds(attentions: Sequence[Attention], pruned: Sequence[int]) -> None:

@@ -11,19 +11,9 @@ from leank_convert._runtime import configuration_leank as runtime
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 
 SERVED = ("0.32", "0.33")
-MIXED = ("olmo3", "gemma3_text", "gpt_oss", "qwen3_next")
+LINEAR = tuple(name for name, family in ARCHITECTURES.items() if "linear_attention" in family.other_layers)
+MIXED = ("olmo3", "gemma3_text", "gpt_oss", *LINEAR)
 """Families of which layers that are not pruned are served, too."""
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "glm4_moe", "mixtral", "granite"),
-    *("ministral3", "ernie4_5", "smollm3", "seed_oss", "olmo2", *MIXED),
-)
-_LACKS_IMAGES = "vLLM's model asks for torchvision, which its build for CPUs lacks, so it was never run"
-_REASONS = {
-    "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
-    "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
-    "qwen3_5_text": _LACKS_IMAGES,
-    "qwen3_5_moe_text": _LACKS_IMAGES,
-}
 
 
 class _ServedConfig:
@@ -79,34 +69,12 @@ class _ServedConfig:
         return int(self.leank["recent_size"]) if own and self.leank is not None else None
 
 
-class _RefusedConfig:
-    """A family that vLLM would otherwise run densely, or not find."""
-
-    leank: dict[str, Any] | None
-    model_type: str
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Refuse.
-
-        Raises:
-            ValueError: If there is a `leank` block.
-        """
-        if self.leank is not None:
-            reason = _REASONS[self.model_type.removeprefix(LEANK_PREFIX)]
-            raise ValueError(
-                f"config.json: `model_type` {self.model_type!r}: {reason}; served are {', '.join(FAMILIES)}: "
-                "decode with transformers, or serve the original model densely"
-            )
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-
-
 def _config_class(family: Architecture) -> Any:
     """A family's config as vLLM is to read it, by the runtime's."""
     own = getattr(runtime, f"LeanK{family.config_class}")
-    kind = _ServedConfig if family.model_type in FAMILIES else _RefusedConfig
     fields = {"__module__": __name__, "__doc__": own.__doc__}
     # A name of this module: vLLM's processes hand configs to one another.
-    return globals().setdefault(own.__name__, type(own.__name__, (kind, own), fields))
+    return globals().setdefault(own.__name__, type(own.__name__, (_ServedConfig, own), fields))
 
 
 CONFIG_CLASSES = tuple(

@@ -72,15 +72,16 @@ class _LeanKForCausalLM:
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths. Layers that draft
         # are built from the same options later, and look for their own.
         attention = vllm_config.attention_config
-        asked = attention.backend_per_kind
+        asked, own_type = attention.backend_per_kind, config.model_type
+        family = ARCHITECTURES[own_type.removeprefix(LEANK_PREFIX)]
         attention.backend_per_kind = {**asked, "full_attention": AttentionBackendEnum[BACKEND]}
+        config.model_type = family.model_type  # some models choose layers by it
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         finally:
-            attention.backend_per_kind = asked
+            attention.backend_per_kind, config.model_type = asked, own_type
         self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         self._source = vllm_config.model_config.model, {"revision": vllm_config.model_config.revision}
-        family = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)]
         self._layers_differ = family.experts or "linear_attention" in family.other_layers
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context

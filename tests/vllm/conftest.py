@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from leank_convert import convert_adapter
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.export import export_checkpoint
-from leank_convert.families import ARCHITECTURES
+from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
@@ -115,6 +115,14 @@ def random_checkpoint(
             own.update(num_experts_per_tok=own["num_local_experts"], intermediate_size=128)
         if model_type == "ernie4_5":
             own["use_bias"] = False  # vLLM's model has none
+        # What vLLM reads of a config, and releases say.
+        if model_type == "minimax_m2":
+            own.update(rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True)
+        if model_type == "hy_v3":
+            own.update(first_k_dense_replace=1, expert_hidden_dim=24, route_norm=True, qk_norm=True)
+        if "qwen3_5" in model_type:  # as released: of a model that also sees images
+            rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+            own["rope_parameters"] = {**rope, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
         if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says
             own["rope_parameters"] = {**own["rope_parameters"], "factor": 64.0}
         torch.manual_seed(0)
@@ -310,7 +318,8 @@ def hold_to_runtime() -> Callable[[Path, Said], None]:
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16)
         ]
-        stock = transformers.Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        family = ARCHITECTURES[models[0].config.model_type.removeprefix(LEANK_PREFIX)]
+        stock = getattr(transformers, family.causal_lm_class).from_pretrained(folder, dtype=torch.float32)
         stock.build_cache = lambda: transformers.DynamicCache(config=stock.config)
         exact, rounded, dense = (scores_of(model, *asked) for model in (*models, stock))
         served, lost, pruned = (

@@ -15,10 +15,12 @@ import os
 import subprocess
 import sys
 import traceback
+from unittest.mock import MagicMock
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -31,6 +33,19 @@ CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, K
 current_platform.register_triton_kernel_overrides = functools.cache(
     current_platform.register_triton_kernel_overrides
 )
+# Models of texts and images import what PyPI has for GPUs alone, and need none of it for texts.
+sys.modules["torchvision.transforms.v2"] = MagicMock()
+# CPUs choose among experts that sigmoids score in groups alone: one group is none.
+_compute_routing = cpu_router.CPURouter._compute_routing
+
+
+def _in_one_group(self, *given, **options):
+    if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+    return _compute_routing(self, *given, **options)
+
+
+cpu_router.CPURouter._compute_routing = _in_one_group
 # vLLM looks at each class of models in a process of its own, for GPUs' sake, and starts a rank anew: it would
 # load for ten seconds each time.
 registry._run_in_subprocess = lambda look: look()

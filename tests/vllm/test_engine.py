@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
-from leank_convert.vllm.configs import FAMILIES, MIXED
+from leank_convert.families import ARCHITECTURES
+from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
 from tests.vllm.conftest import NGRAMS, TWICE, answers_of, ask, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
-OTHERS = [family for family in FAMILIES if family != "llama" and family not in MIXED]
+OTHERS = [family for family in ARCHITECTURES if family != "llama" and family not in MIXED]
 FEW = {"lengths": (80, 170, 12), "new": 30}
 # Behind 40 tokens answers depend on the CPU: a number between two of FP8 is rounded by how it was added up.
 FP8_NEW = 40

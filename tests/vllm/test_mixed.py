@@ -14,12 +14,13 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from leank_convert.vllm.beside import check_kinds, hide_prompts, lay_beside_states, lay_beside_windows
+from leank_convert.vllm.configs import LINEAR as STATES
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
 from tests.vllm.conftest import LINEAR, NGRAMS, TWICE, answers_of, ask, run_engines
 
 LONG = {"lengths": tuple(range(90, 106, 2)), "new": 200}
-SLIDING = [family for family in MIXED if family != "qwen3_next"]
+SLIDING = [family for family in MIXED if family not in STATES]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,22 @@ def test_drafts(said, random_checkpoint):
     assert said["drafts"]["accepted"] > 0
 
 
-def test_states_of_linear_attention_in_chunks_then_from_the_prefix_cache(random_checkpoint, hold_to_runtime):
-    folder = random_checkpoint("qwen3_next")
+@pytest.fixture(scope="module")
+def said_of_states(random_checkpoint):
+    """What engines say of models with states of linear attention."""
     chunks = {"rounds": TWICE, "max_num_batched_tokens": 256}
-    said = run_engines({"": ask(folder, **LINEAR, **chunks)})[""]
+    return run_engines({family: ask(random_checkpoint(family), **LINEAR, **chunks) for family in STATES})
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_of_linear_attention_in_chunks_then_from_the_prefix_cache(
+    said_of_states, family, random_checkpoint, hold_to_runtime
+):
+    said = said_of_states[family]
     assert said["cached"] == [[0, 0], [160, 480]]
     # Windows have pages of as many tokens as states, which are kept at the ends of these.
     assert said["groups"][-3:] == [["MambaSpec", 160], ["LeanKKeptSpec", 160], ["LeanKWindowSpec", 160]]
-    hold_to_runtime(folder, said)
+    hold_to_runtime(random_checkpoint(family), said)
 
 
 # What vLLM tells of a step.

@@ -172,7 +172,6 @@ ONE, TWO = {**BLOCK, **ROWS, "layers": [0]}, {**BLOCK, **{key: rows * 2 for key,
 @pytest.mark.parametrize(
     ("name", "keys", "told"),
     [
-        ("MiniMaxM2", {"leank": {}}, r"'leank_minimax_m2': vLLM's build for CPUs.*llama, mistral, qwen2"),
         ("Ernie4_5", {"use_bias": True, "leank": TWO}, r"config\.json: `use_bias` is true, and vLLM's model"),
         (
             "Qwen2",
@@ -180,7 +179,7 @@ ONE, TWO = {**BLOCK, **ROWS, "layers": [0]}, {**BLOCK, **{key: rows * 2 for key,
             r"`leank\.layers` names the layers that are pruned, and vLLM's",
         ),
     ],
-    ids=["a family that was not tried", "biases", "layers that are not pruned"],
+    ids=["biases", "layers that are not pruned"],
 )
 def test_what_vllms_model_of_a_family_lacks_is_refused_not_run_densely(name, keys, told, class_of):
     config = class_of(f"LeanK{name}Config")

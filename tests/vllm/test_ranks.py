@@ -11,7 +11,8 @@ from tests.vllm.conftest import FEW, LINEAR, answers_of, ask, prune_values, run_
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
-MIXED = ["olmo3", "gpt_oss"]  # norms over all heads; sinks and biases of heads
+MIXED = ["olmo3", "minimax_m2", "gpt_oss"]  # norms over all heads, twice; sinks and biases of heads
+STATES = ["qwen3_next", "qwen3_5_text"]  # inputs of linear attention in one weight, and in several
 
 
 def quantize(folder, out):
@@ -43,7 +44,7 @@ def folders(checkpoint, adapted, random_checkpoint, tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     return {
         **{family: random_checkpoint(family, is_centred=True) for family in MIXED},
-        "linear": random_checkpoint("qwen3_next"),
+        **{family: random_checkpoint(family) for family in STATES},
         "fp8, V pruned": prune_values(random_checkpoint("llama", "fp8"), root / "pruned"),
         "quantized": quantize(checkpoint, root / "quantized"),
         "adapters": adapted / "checkpoint",
@@ -53,7 +54,7 @@ def folders(checkpoint, adapted, random_checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(folders, adapted):
     runs = {name: ask(folder, **FEW) for name, folder in folders.items()}
-    runs["linear"] = ask(folders["linear"], **LINEAR)
+    runs.update({family: ask(folders[family], **LINEAR) for family in STATES})
     runs["one"] = ask(folders["quantized"], **FEW, tensor_parallel_size=1)
     converted = str(adapted / "converted")
     adapters = {"enable_lora": True, "max_loras": 2, "adapters": [converted, None, converted, converted]}
@@ -69,8 +70,9 @@ def test_they_answer_as_the_runtime_does(said, folders, random_checkpoint, name)
     assert said[name]["answers"] == [answers_of(folders[name], **FEW)] != [whole]
 
 
-def test_states_of_linear_attention(said, folders, hold_to_runtime):
-    hold_to_runtime(folders["linear"], said["linear"])
+@pytest.mark.parametrize("family", STATES)
+def test_states_of_linear_attention(said, folders, hold_to_runtime, family):
+    hold_to_runtime(folders[family], said[family])
 
 
 def test_quantized_weights(said):
