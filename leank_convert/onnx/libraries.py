@@ -14,10 +14,18 @@ _LIBRARIES = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 
 
 def check_available() -> None:
-    """Check that graphs can be written and run here; LeanKError if a library is missing."""
+    """Check that graphs can be written and run here; LeanKError if a library is missing or too old."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise LeanKError(
             f"ONNX graphs need {', '.join(f'`{name}`' for name in missing)}, which cannot be imported",
             hint="pip install 'leank-convert[onnx]'",
+        )
+    import onnxruntime
+
+    found = onnxruntime.__version__
+    if [int(part) for part in found.split(".")[:2]] < [int(part) for part in FIRST_ONNXRUNTIME.split(".")]:
+        raise LeanKError(
+            f"onnxruntime {found} loads no graph of opset {OPSET}",
+            hint=f"pip install --upgrade 'onnxruntime>={FIRST_ONNXRUNTIME}'",
         )
