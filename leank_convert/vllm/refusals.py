@@ -13,7 +13,7 @@ from leank_convert.vllm.pages import STEP
 
 # Drafts of no model, and of one that has a cache of its own.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
-_MODEL_DRAFTS = ("draft_model", "eagle")
+_MODEL_DRAFTS = ("draft_model", "eagle", "eagle3")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
 # Families that vLLM refuses in float16, by names that a checkpoint's is not among.

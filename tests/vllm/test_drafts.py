@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 NUM_DRAFTS = 3
 WHOLE = {"lengths": (12, 20, 31), "new": 29}
+MANY = {"lengths": tuple(range(10, 31)), "new": 29}  # nothing of them is pruned either
 
 
 @pytest.fixture(scope="module")
@@ -24,37 +25,48 @@ def original(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def head(original):
-    """A head of EAGLE with random weights."""
-    folder = original.parent / "head"
-    folder.mkdir()
+def heads(original):
+    """Heads of EAGLE, by their methods, with the model's first layer and random weights before it."""
     config = json.loads((original / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    model = transformers.LlamaForCausalLM.from_pretrained(original)
-    first = {
-        name: tensor
-        for name, tensor in model.model.state_dict().items()
-        if "layers.0." in name and "input_layernorm" not in name  # a head has none
-    }
-    size = config["hidden_size"]
-    fc = 0.05 * torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(0))
-    save_file({"fc.weight": fc, **first}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    model, size = transformers.LlamaForCausalLM.from_pretrained(original), config["hidden_size"]
+    layer = {name: part for name, part in model.model.state_dict().items() if "layers.0." in name}
+    del layer["layers.0.input_layernorm.weight"]  # a head has none
+    # That of EAGLE-3 sees a token beside the states of three layers, and chooses among fewer tokens.
+    of_three, ones = {}, torch.ones(size)
+    for name, part in layer.items():
+        wide = any(f".{projection}_proj" in name for projection in "qkv")
+        of_three[name.replace("layers.0", "midlayer")] = torch.cat([part, part], 1) if wide else part
+    of_three |= {f"midlayer.{name}.weight": ones.clone() for name in ("hidden_norm", "input_layernorm")}
+    of_three |= {"norm.weight": ones, "lm_head.weight": model.lm_head.weight[::2].clone()}
+    of_three["d2t"] = torch.arange(len(model.lm_head.weight) // 2)
+    told = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(of_three["d2t"])}
+    for method, tensors, keys, count in (("eagle", layer, {}, 2), ("eagle3", of_three, told, 3)):
+        folder = original.parent / method
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, **keys}))
+        fc = 0.05 * torch.randn(size, count * size, generator=torch.Generator().manual_seed(0))
+        save_file({"fc.weight": fc, **tensors}, folder / "model.safetensors", {"format": "pt"})
+    return original.parent
 
 
 @pytest.fixture(scope="module")
-def said(checkpoint, original, head):
+def said(checkpoint, original, heads):
     """What engines say whose drafts are a model's, pages of a block side by side, as on GPUs."""
 
-    def with_drafts(method, model, **options):
+    def with_drafts(method, model, folder=checkpoint, **options):
         drafts = {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
-        return ask(checkpoint, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
+        return ask(folder, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
 
-    eagle = with_drafts("eagle", head, rounds=(None, None))
+    eagle, eagle3 = (
+        with_drafts(method, heads / method, rounds=(None, None)) for method in ("eagle", "eagle3")
+    )
     runs = {
         "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
         "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
         "eagle": eagle,
+        "eagle3": eagle3,
+        "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
+        "eagle3, dense": with_drafts("eagle3", heads / "eagle3", original, **MANY),
     }
     beside = run_engines(runs, VLLM_KV_CACHE_LAYOUT="BLHNC")
     return beside | run_engines({"another layout": eagle})
@@ -75,10 +87,17 @@ def test_a_model_that_drafts_is_right_while_nothing_is_pruned(said, checkpoint):
     assert said["whole"]["accepted"] == 3 * (29 - 1) * NUM_DRAFTS / (NUM_DRAFTS + 1)
 
 
-def test_drafts_of_eagle(said, checkpoint):
-    assert said["eagle"]["answers"] == [answers_of(checkpoint)] * 2
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_drafts_of_eagle(said, checkpoint, method):
+    assert said[method]["answers"] == [answers_of(checkpoint)] * 2
     # It needs hidden states of a prompt's last tokens, so a hit is a page shorter.
-    assert said["eagle"]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, 768, 0]]
+    assert said[method]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, 768, 0]]
+
+
+def test_a_head_is_given_the_states_that_the_dense_model_gives(said):
+    whole, dense = said["eagle3, whole"], said["eagle3, dense"]
+    assert (whole["answers"], whole["accepted"]) == (dense["answers"], dense["accepted"])
+    assert dense["accepted"] > 0
 
 
 def test_a_layout_that_gives_drafts_a_table_of_their_own_is_refused(said):

@@ -94,7 +94,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
         ({KINDS: {"full_attention": FLASH}}, "full_attention=FLASH_ATTN: another cache; leave it out"),
         ({PARSER: "openai_gptoss"}, "--reasoning-parser openai_gptoss"),
-        ({DRAFTS: SimpleNamespace(method="eagle3")}, "`eagle3`"),
+        ({DRAFTS: SimpleNamespace(method="medusa")}, "`medusa`"),
         ({DRAFTS: drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
         ({DRAFTS: drafts(None), LEANK: SOME}, "drafts of a model beside layers that are not pruned"),
