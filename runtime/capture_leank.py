@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 # One per device and stream that models run on: cuBLAS keeps a workspace per stream.
 _CAPTURE_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+_CAPTURING = threading.Lock()  # threads share streams, and would break each other's captures
 
 
 class GraphMemory:
@@ -75,30 +77,31 @@ class StepGraph:
         """Record what `function` launches, without running it; return what it returned."""
         caller = torch.cuda.current_stream(self._device)
         key = (caller.device_index, caller.cuda_stream)
-        if key not in _CAPTURE_STREAMS:
-            _CAPTURE_STREAMS[key] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream, pool = _CAPTURE_STREAMS[key], self._memory.pool(key)
-        stream.wait_stream(caller)
-        try:
-            with _no_garbage_collection(), torch.cuda.stream(stream):
-                # The generator's state is created here and must be writable outside inference mode as well.
-                with torch.inference_mode(False):
-                    # Not torch.cuda.graph: it empties the allocator's cache.
-                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    output = function()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):
-                        self._graph.capture_end()
-                    raise
-                self._graph.capture_end()
-        except BaseException:
-            self._leave_capture(pool)
-            self._memory.forget(key)
-            raise
-        caller.wait_stream(stream)
-        self._memory.keep(key, pool, self._graph)
-        return output
+        with _CAPTURING:
+            if key not in _CAPTURE_STREAMS:
+                _CAPTURE_STREAMS[key] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream, pool = _CAPTURE_STREAMS[key], self._memory.pool(key)
+            stream.wait_stream(caller)
+            try:
+                with _no_garbage_collection(), torch.cuda.stream(stream):
+                    # The generator's state is created here and must be writable outside inference mode, too.
+                    with torch.inference_mode(False):
+                        # Not torch.cuda.graph: it empties the allocator's cache.
+                        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        output = function()
+                    except BaseException:
+                        with contextlib.suppress(RuntimeError):
+                            self._graph.capture_end()
+                        raise
+                    self._graph.capture_end()
+            except BaseException:
+                self._leave_capture(pool)
+                self._memory.forget(key)
+                raise
+            caller.wait_stream(stream)
+            self._memory.keep(key, pool, self._graph)
+            return output
 
     def replay(self) -> None:
         """Launch what was recorded."""

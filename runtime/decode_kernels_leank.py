@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +25,6 @@ class DecodeKernels:
 
     Attributes:
         arch: What they are compiled for, as compilers spell it.
-        seconds: Time it took to compile them, or to load them from the cache on disk.
     """
 
     plan = staticmethod(plan_tiles)
@@ -49,7 +47,6 @@ class DecodeKernels:
         self.key = key
         self.generic = generic
         self._plan: weakref.ref[torch.Tensor] | None = None
-        started = time.perf_counter()
         properties = torch.cuda.get_device_properties(key.device)
         hopper = (properties.major, properties.minor) == (9, 0)
         per_sm = properties.shared_memory_per_multiprocessor
@@ -74,9 +71,8 @@ class DecodeKernels:
             self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
         self._products = dict(zip(self._steps, glue, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
-        self._handle = len(registered)
-        registered.append(self)
-        self.seconds = time.perf_counter() - started
+        registered.append(self)  # threads may compile at once
+        self._handle = registered.index(self)
 
     @cached_property
     def _stand_ins(self) -> dict[Any, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all
 
 from .capture_leank import StepGraph
 
@@ -61,6 +62,7 @@ class ModelState:
         self._hooks = [
             hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
+        self._hooks += [of_all._global_forward_hooks, of_all._global_forward_pre_hooks]
         self._attributes = [vars(module) for module in modules[1:]]
         self.why_eager = _why_model_is_eager(modules, tensors, device)
         self._intercepted = self._is_intercepted()

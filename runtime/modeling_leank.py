@@ -279,7 +279,7 @@ class LeanKMixin:
         finally:
             cache.rows.next_valid = None
         if attention_mask is not None:
-            cache.rows.padding = attention_mask
+            cache.rows.padding = attention_mask.to(torch.bool, copy=True)  # the caller's may change
         return output
 
     def _checked_cache(self, given: object) -> LeanKCache:

@@ -213,10 +213,10 @@ class RowState:
                     f"attention_mask covers {padding.shape[1]} tokens, the cache and the input hold {total}; "
                     "pass the mask of the whole conversation"
                 )
-            return padding[:, :total]
+            return padding[:, :total].clone()  # the caller's may change
         if self.padding is None:
             return None
-        padding = self.padding.to(torch.bool)
+        padding = self.padding
         new = padding.new_ones(padding.shape[0], total - padding.shape[1])
         return torch.cat([padding, new], dim=1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
@@ -139,19 +140,20 @@ def test_another_model_of_the_same_masks_is_captured_by_itself(model_pair, chang
     changed(lambda cache: None, 2, model_pair(WIDTHS, seed=5).leank)
 
 
-@pytest.mark.parametrize("what", ["hook", "forward"])
+@pytest.mark.parametrize("what", ["hook", "hook of all modules", "forward"])
 def test_hooks_and_what_is_taken_away_again(what, model, changed):
     norm, handles = model.model.norm, []
 
     def put(cache):
-        if what == "hook":
-            handles.append(norm.register_forward_hook(lambda *_: None))
-        else:
+        if what == "forward":
             norm.forward = norm.forward
+        else:
+            register = norm.register_forward_hook if what == "hook" else register_module_forward_hook
+            handles.append(register(lambda *_: None))
 
     cache = changed(put, 0)
-    told = {"hook": "a module has forward hooks", "forward": "has a forward of its own"}
-    assert told[what] in cache.graph.why_eager
+    told = "has a forward of its own" if what == "forward" else "a module has forward hooks"
+    assert told in cache.graph.why_eager
     for handle in handles:
         handle.remove()
     vars(norm).pop("forward", None)
