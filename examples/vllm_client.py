@@ -13,7 +13,7 @@ import random
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from leank_convert.testbed.tasks import build_sample
 
@@ -29,7 +29,10 @@ def main() -> None:
     prompts = args.prompt or [build_sample("retrieval", random.Random(n), 512).prompt for n in range(4)]
 
     with OpenAI(base_url=f"{args.url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
+        try:
+            model = client.models.list().data[0].id
+        except APIConnectionError:
+            parser.exit(1, f"error: no server at {args.url}\nhint: start `vllm serve OUT`, or pass --url\n")
         asked = {"model": model, "max_tokens": 64, "temperature": 0}
 
         def ask(prompt: str) -> str:

@@ -368,7 +368,8 @@ def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     if known["seed"] is not None:
         yield "seed", str(known["seed"])
     if known["versions"]:
-        yield "versions", ", ".join(f"{name} {v}" for name, v in known["versions"].items())
+        named = (f"{name} {v}" for name, v in known["versions"].items() if v != "not installed")
+        yield "made with", ", ".join(named)
 
 
 def _file_rows(facts: Mapping[str, Any]) -> Iterator[Row]:

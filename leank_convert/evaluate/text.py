@@ -161,6 +161,11 @@ def evaluate_text(
     out = None if out is None else Path(out)
     if out is not None:
         check_folder(out)
+        if (out / JSON_NAME).exists():
+            raise LeanKError(
+                f"`{out / JSON_NAME}` is the result of an earlier run",
+                hint="name another folder with `--out`, or remove that file",
+            )
     text = _read_text(Path(text_file))
     evaluated = load_evaluated(Path(checkpoint), choose_device(device), mask=mask, trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]

@@ -12,6 +12,7 @@ from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, Checkpoint, open_checkpoint, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
+from leank_convert.export.foreign import is_export
 from leank_convert.export.packaged import describe_packaged, find_packaged, identify_model
 from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
@@ -201,17 +202,19 @@ def choose(request: ExportRequest) -> Choice:
 def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
     """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one.
 
+    That of an earlier export in `out` is not taken: who exports anew asks for what a new folder would get.
     With a ratio for V a packaged one that prunes V is taken before one of K alone, unless the recipe names a
     text to measure V on.
     """
     model, mask, out, pruning_ratio = request.model, request.mask, request.out, request.pruning_ratio
     assert not isinstance(mask, ChannelMask)
     trained = out / MASK_FILE_NAME
-    if mask is None and trained.exists():
+    is_trained = (out / TRAINING_FOLDER).exists()
+    if mask is None and trained.exists() and (is_trained or not is_export(out)):
         mask = trained
     if mask is None and recipe is not None:
         mask = recipe.mask
-    if mask is None and (out / TRAINING_FOLDER).exists():
+    if mask is None and is_trained:
         raise LeanKError(
             f"`{out}` holds a training run, but not its mask",
             hint="pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
@@ -225,7 +228,7 @@ def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
         path = find_packaged(model, pruning_ratio)
     if path is None:
         raise LeanKError(
-            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe, none packaged for it",
+            f"no mask for `{model}`: none given, of a run in `{out}`, or in its recipe, none packaged for it",
             hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE` or a "
             "name of those that `leank-convert masks` lists",
         )

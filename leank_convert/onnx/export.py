@@ -123,7 +123,9 @@ def export_onnx(
             request = dataclasses.replace(export.request, out=temporary, overwrite=False)
             checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
+        _logger.info("the graph is traced and optimized, which takes a second or more per layer")
         write_graph(pruned, partial / MODEL_FILE)
+        _logger.info("the graph's answers are compared with PyTorch's")
         trials = make_trials(pruned)
         pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
         check_graph(trials, partial / MODEL_FILE)

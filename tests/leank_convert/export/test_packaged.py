@@ -211,6 +211,8 @@ def test_a_packaged_mask_comes_last(tiny, tmp_path):
         export_checkpoint(tiny, None, unfinished, pruning_ratio=0.5)
     for out in (recipes, trained):
         assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(own.channel_mask)
+    again = export_checkpoint(tiny, None, trained, pruning_ratio=0.5, overwrite=True)  # over an export
+    assert load_mask(again / "channel_mask.safetensors").channel_mask.equal(mask.channel_mask)
 
 
 @pytest.mark.parametrize(
