@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer
+from types import FrameType
 from typing import Any
 
 import click
@@ -29,6 +31,10 @@ from leank_convert.cli.warmup import warmup
 from leank_convert.errors import LeanKError, cut, first_line
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, by which schedulers end what they run."""
+
+
 class Command(click.Command):
     """Turns errors, the toolkit's and click's, into `error:` and `hint:` lines and an exit code."""
 
@@ -42,8 +48,8 @@ class Command(click.Command):
         except click.ClickException as error:
             print_error(refusal := restate(error))
             code = refusal.exit_code
-        except (click.Abort, KeyboardInterrupt):
-            code = _interrupted()
+        except (click.Abort, KeyboardInterrupt) as error:
+            code = _interrupted(error)
         sys.exit(code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -60,10 +66,10 @@ class Command(click.Command):
                 raise
             print_error(error)
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             if ctx.params.get("debug"):
                 raise
-            ctx.exit(_interrupted())
+            ctx.exit(_interrupted(error))
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
         except Exception as error:
@@ -79,13 +85,13 @@ class Group(Command, click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
-        with _announced():
+        with _announced(), _terminable():
             return super().invoke(ctx)
 
 
 @contextmanager
 def _announced() -> Iterator[None]:
-    timer = Timer(1, click.echo, ["loading torch, transformers and the files"], {"err": True})
+    timer = threading.Timer(1, click.echo, ["loading torch, transformers and the files"], {"err": True})
     timer.daemon = True
     if sys.stderr.isatty():
         timer.start()
@@ -93,6 +99,24 @@ def _announced() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, which takes away what is half written."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _restate_file_error(error: Exception) -> LeanKError | None:
@@ -106,9 +130,10 @@ def _restate_file_error(error: Exception) -> LeanKError | None:
     return LeanKError(f"{name}: {error.strerror or first_line(error)}")
 
 
-def _interrupted() -> int:
-    click.echo("error: interrupted", err=True)
-    return 130
+def _interrupted(error: BaseException) -> int:
+    is_terminated = isinstance(error, Terminated)
+    click.echo("error: ended by SIGTERM" if is_terminated else "error: interrupted", err=True)
+    return 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
 
 
 @click.group("leank-convert", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

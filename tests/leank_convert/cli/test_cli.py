@@ -3,6 +3,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -155,3 +156,20 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
         assert facts["provenance"]["method"] == "static-norm"
         assert facts["pruning_ratio"] == ratio
         assert '# --set budget="global"' in facts["provenance"]["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM")]
+)
+def test_a_signal_ends_a_command_and_leaves_nothing_half_written(number, code, told, monkeypatch, tmp_path):
+    """Ctrl-C, and what schedulers send."""
+    monkeypatch.setattr(
+        "leank_convert.export.copy_runtime_files", lambda *_: signal.raise_signal(signal.Signals[number])
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs jobs aside
+    try:
+        result = run("export", "testbed", "-o", tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, f"error: {told}")
+    assert list(tmp_path.iterdir()) == []
