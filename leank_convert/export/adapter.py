@@ -149,7 +149,8 @@ def _plan(
         if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
             raise LeanKError(
                 f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the "
-                f"model is {list(shapes[weight])}: the adapter is another model's"
+                f"model is {list(shapes[weight])}: the adapter is another model's",
+                hint="name the checkpoint of the model that the adapter was trained on",
             )
         name = f"{module}.{part.removeprefix('base_layer.')}" if is_whole else weight
         edit = plan_edit(name, tensor.shape if is_whole else shapes[weight], facts, orders, bases)
