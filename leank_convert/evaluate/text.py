@@ -154,8 +154,8 @@ def evaluate_text(
     most, a decode step each. `out` is where the numbers are left as JSON, and a figure; other arguments are
     those of `evaluate_checkpoint`.
 
-    LeanKError if `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
-    `measure_rows`.
+    LeanKError if `checkpoint` is no LeanK checkpoint or holds other code than a release's, `out` has an
+    earlier result, or as `measure_rows`.
     """
     check_names(also)
     out = None if out is None else Path(out)

@@ -228,7 +228,8 @@ def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
         path = find_packaged(model, pruning_ratio)
     if path is None:
         raise LeanKError(
-            f"no mask for `{model}`: none given, of a run in `{out}`, or in its recipe, none packaged for it",
+            f"no mask for `{model}`: none given, none of a training run in `{out}`, none in its recipe, "
+            "none packaged for it",
             hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE` or a "
             "name of those that `leank-convert masks` lists",
         )
