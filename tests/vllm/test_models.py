@@ -299,7 +299,8 @@ def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families():
     register()
     names = {family.causal_lm_class for family in ARCHITECTURES.values()}
     named = {name for name in names if name in MODELS_CONFIG_MAP}
-    assert named == {name for name in names if f"LeanK{name}" in MODELS_CONFIG_MAP} >= {"GptOssForCausalLM"}
+    assert named == {name for name in names if f"LeanK{name}" in MODELS_CONFIG_MAP}
+    assert named == {"GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
     *ours, parser = settled_by("LeanKGptOssForCausalLM")
     *stock, of_harmony = settled_by("GptOssForCausalLM")
     assert ours == stock and stock[1].max_cudagraph_capture_size > 512
