@@ -18,11 +18,12 @@ FP8_NAMES = ("fp8", "fp8_e4m3")
 def register() -> None:
     """Tell transformers and vLLM of the configs, architectures and the attention backend."""
     from transformers import AutoConfig
+    from vllm.config import SpeculativeConfig
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES, same_defaults
+    from leank_convert.vllm.configs import CONFIG_CLASSES, as_stock, same_defaults
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
@@ -35,3 +36,5 @@ def register() -> None:
             MODELS_CONFIG_MAP[name] = same_defaults(MODELS_CONFIG_MAP[stock])
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")
+        override = as_stock(SpeculativeConfig.hf_config_override)
+        SpeculativeConfig.hf_config_override = staticmethod(override)

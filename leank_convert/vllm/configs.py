@@ -110,6 +110,18 @@ def check_version() -> None:
         )
 
 
+def as_stock(override: Any) -> Any:
+    """Let vLLM take a checkpoint that drafts, as a model or by a layer for it, for the original."""
+
+    def overridden(hf_config: Any) -> Any:
+        if isinstance(hf_config, _ServedConfig):
+            hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
+            hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
+        return override(hf_config)
+
+    return overridden
+
+
 def same_defaults(stock: Any) -> Any:
     """What vLLM settles by the name of a family's class, for ours."""
 

@@ -13,7 +13,7 @@ from leank_convert.vllm.pages import STEP
 
 # Drafts of no model, and of one that has a cache of its own.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
-_MODEL_DRAFTS = ("draft_model", "eagle", "eagle3")
+_MODEL_DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 # Files of a model's state, which holds parameters alone.
 _STATES = ("sharded_state", "runai_streamer_sharded")
 # Families that vLLM refuses in float16, by names that a checkpoint's is not among.
@@ -111,8 +111,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "
             f"{', '.join((*_DRAFTS, *_MODEL_DRAFTS))}"
         )
-    elif has_drafter(vllm_config) and drafts.draft_model_config.rswa_window is not None:
-        yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original model"
     family = str(getattr(vllm_config.model_config.hf_config, "model_type", ""))
     if family.removeprefix(LEANK_PREFIX) in _OVERFLOWING and plain == "float16":
         yield "--dtype float16: models of this family overflow in it; add --dtype bfloat16"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from leank_convert import convert_adapter
@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 HERE = Path(__file__).parent
+# Families whose releases hold a layer that drafts, and its last norm.
+WITH_MTP = {"glm4_moe": "shared_head.norm", "hy_v3": "final_layernorm"}
 # What several engines are asked with.
 TWICE = (None, None)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
@@ -84,6 +86,17 @@ def shipped(once_per_run: Callable[..., Path]) -> Path:
     return once_per_run("served_testbed", lambda out: export_checkpoint(MODEL_DIR, mask, out, **SIZES))
 
 
+def add_drafting_layer(file: Path, last_norm: str) -> None:
+    """Add the last of three layers once more, behind what joins a token with the states before it."""
+    tensors = load_file(file)
+    size, own = tensors["model.norm.weight"].shape[0], "model.layers.3"
+    layer = {name: part for name, part in tensors.items() if name.startswith("model.layers.2.")}
+    tensors |= {name.replace("model.layers.2", own): part.clone() for name, part in layer.items()}
+    tensors |= {f"{own}.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", last_norm)}
+    joined = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(0))
+    save_file(tensors | {f"{own}.eh_proj.weight": 0.05 * joined}, file, {"format": "pt"})
+
+
 @pytest.fixture(scope="session")
 def random_checkpoint(
     once_per_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -120,6 +133,8 @@ def random_checkpoint(
             own.update(rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True)
         if model_type == "hy_v3":
             own.update(first_k_dense_replace=1, expert_hidden_dim=24, route_norm=True, qk_norm=True)
+        if model_type in WITH_MTP:
+            own["num_nextn_predict_layers"] = 1
         if "qwen3_5" in model_type:  # as released: of a model that also sees images
             rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
             own["rope_parameters"] = {**rope, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
@@ -134,6 +149,8 @@ def random_checkpoint(
             elif "q_norm" in name or "k_norm" in name:  # those over all heads move with them
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.15)
         model.save_pretrained(source)
+        if model_type in WITH_MTP:
+            add_drafting_layer(source / "model.safetensors", WITH_MTP[model_type])
         mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
         if is_centred:  # by what changes every answer
             mean = 4 * torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2))

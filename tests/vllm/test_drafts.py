@@ -1,13 +1,16 @@
 """Models that draft keep vLLM's own cache beside a LeanK cache, and change no token."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.vllm.conftest import answers_of, ask, run_engines
+from leank_convert.families import ARCHITECTURES
+from tests import checks
+from tests.vllm.conftest import WITH_MTP, answers_of, ask, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -50,11 +53,24 @@ def heads(original):
 
 
 @pytest.fixture(scope="module")
-def said(checkpoint, original, heads):
+def as_dense(random_checkpoint, tmp_path_factory):
+    """Weights of checkpoints with a layer that drafts, by the stock class."""
+    root = tmp_path_factory.mktemp("dense")
+    for family in WITH_MTP:
+        folder = shutil.copytree(random_checkpoint(family), root / family)
+        architectures = [ARCHITECTURES[family].causal_lm_class]
+        checks.edit_json(
+            folder / "config.json", model_type=family, architectures=architectures, auto_map={}, leank=None
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def said(checkpoint, original, heads, random_checkpoint, as_dense):
     """What engines say whose drafts are a model's, pages of a block side by side, as on GPUs."""
 
     def with_drafts(method, model, folder=checkpoint, **options):
-        drafts = {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
+        drafts = {"method": method, "model": model and str(model), "num_speculative_tokens": NUM_DRAFTS}
         return ask(folder, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
 
     eagle, eagle3 = (
@@ -62,12 +78,18 @@ def said(checkpoint, original, heads):
     )
     runs = {
         "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
-        "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
+        # The checkpoint itself drafts, as its dense model.
+        "whole": with_drafts("draft_model", checkpoint, **WHOLE, block_size=None),
         "eagle": eagle,
         "eagle3": eagle3,
         "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
         "eagle3, dense": with_drafts("eagle3", heads / "eagle3", original, **MANY),
     }
+    for family in WITH_MTP:
+        own, dense = random_checkpoint(family), as_dense / family
+        runs[family] = with_drafts("mtp", None, own, rounds=(None, None))
+        runs[f"{family}, whole"] = with_drafts("mtp", None, own, **MANY)
+        runs[f"{family}, dense"] = with_drafts("mtp", None, dense, **MANY)
     beside = run_engines(runs, VLLM_KV_CACHE_LAYOUT="BLHNC")
     return beside | run_engines({"another layout": eagle})
 
@@ -87,15 +109,19 @@ def test_a_model_that_drafts_is_right_while_nothing_is_pruned(said, checkpoint):
     assert said["whole"]["accepted"] == 3 * (29 - 1) * NUM_DRAFTS / (NUM_DRAFTS + 1)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_drafts_of_eagle(said, checkpoint, method):
-    assert said[method]["answers"] == [answers_of(checkpoint)] * 2
-    # It needs hidden states of a prompt's last tokens, so a hit is a page shorter.
-    assert said[method]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, 768, 0]]
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", *WITH_MTP])
+def test_drafts_from_hidden_states(said, checkpoint, random_checkpoint, drafter):
+    folder = random_checkpoint(drafter) if drafter in WITH_MTP else checkpoint
+    assert said[drafter]["answers"] == [answers_of(folder)] * 2
+    # It needs states of a prompt's last tokens, so a hit is a page shorter: of the group with its layers,
+    # or of both, as vLLM tells which group that is with MTP alone.
+    longest = 864 if drafter in WITH_MTP else 768
+    assert said[drafter]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, longest, 0]]
 
 
-def test_a_head_is_given_the_states_that_the_dense_model_gives(said):
-    whole, dense = said["eagle3, whole"], said["eagle3, dense"]
+@pytest.mark.parametrize("drafter", ["eagle3", *WITH_MTP])
+def test_what_drafts_is_given_the_states_that_the_dense_model_gives(said, drafter):
+    whole, dense = said[f"{drafter}, whole"], said[f"{drafter}, dense"]
     assert (whole["answers"], whole["accepted"]) == (dense["answers"], dense["accepted"])
     assert dense["accepted"] > 0
 

@@ -21,6 +21,7 @@ KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
 DRAFTS, TRANSFER = "speculative_config", "kv_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
 NGRAM = SimpleNamespace(method="ngram")
+BY_MODEL = SimpleNamespace(method="draft_model")
 
 
 def options(**changes):
@@ -55,12 +56,6 @@ def options(**changes):
     return config
 
 
-def drafts(rswa_window):
-    """Of a model, whose config has the window if it is served pruned."""
-    model = SimpleNamespace(rswa_window=rswa_window)
-    return SimpleNamespace(method="draft_model", model="small", draft_model_config=model)
-
-
 def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
     """From another engine."""
     return SimpleNamespace(kv_connector=kv_connector, kv_role=kv_role, get_from_extra_config=extra.get)
@@ -90,14 +85,13 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({TRANSFER: transfer(kv_role="kv_both")}, "`kv_role` is kv_both"),
         ({TRANSFER: transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
         ({TRANSFER: transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
-        ({TRANSFER: transfer(), DRAFTS: drafts(None)}, "with drafts of a model"),
+        ({TRANSFER: transfer(), DRAFTS: BY_MODEL}, "with drafts of a model"),
         ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
         ({KINDS: {"full_attention": FLASH}}, "full_attention=FLASH_ATTN: another cache; leave it out"),
         ({PARSER: "openai_gptoss"}, "--reasoning-parser openai_gptoss"),
         ({DRAFTS: SimpleNamespace(method="medusa")}, "`medusa`"),
-        ({DRAFTS: drafts(rswa_window=1024)}, "speculative model `small`: what drafts keeps"),
         ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
-        ({DRAFTS: drafts(None), LEANK: SOME}, "drafts of a model beside layers that are not pruned"),
+        ({DRAFTS: BY_MODEL, LEANK: SOME}, "drafts of a model beside layers that are not pruned"),
         ({TRANSFER: transfer(), LEANK: SOME}, "--kv-transfer-config beside layers that are not pruned"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
@@ -117,7 +111,7 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=NGRAM))
-    check_options(options(speculative_config=drafts(rswa_window=None)))
+    check_options(options(speculative_config=BY_MODEL))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
     check_options(options(attention_config__backend_per_kind={"sliding_window": FLASH}))
