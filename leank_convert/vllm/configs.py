@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -113,11 +114,12 @@ def check_version() -> None:
 def as_stock(override: Any) -> Any:
     """Let vLLM take a checkpoint that drafts, as a model or by a layer for it, for the original."""
 
-    def overridden(hf_config: Any) -> Any:
+    @functools.wraps(override)  # its name, by which vLLM's processes hand it to one another
+    def overridden(hf_config: Any, *args: Any, **options: Any) -> Any:
         if isinstance(hf_config, _ServedConfig):
             hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
             hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
-        return override(hf_config)
+        return override(hf_config, *args, **options)
 
     return overridden
 

@@ -104,8 +104,11 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
     if drafts is not None and "linear_attention" in kinds:
         yield "drafts beside linear attention were never run with a LeanK cache: leave them out"
-    if has_drafter(vllm_config) and "layers" in block:
-        yield "drafts of a model beside layers that are not pruned: they were never run; leave them out"
+    if drafts is not None and drafts.method == "draft_model" and "layers" in block:
+        yield (  # it reads the draft's pages by the first group's table
+            "speculative method `draft_model` beside layers that are not pruned: vLLM has a table for one of "
+            "both; take a head (method `eagle` or `eagle3`)"
+        )
     if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
         yield (
             f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "

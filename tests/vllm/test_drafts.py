@@ -1,6 +1,7 @@
 """Models that draft keep vLLM's own cache beside a LeanK cache, and change no token."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from leank_convert.families import ARCHITECTURES
+from leank_convert.vllm import register
 from tests import checks
 from tests.vllm.conftest import WITH_MTP, answers_of, ask, run_engines
 
@@ -84,6 +86,8 @@ def said(checkpoint, original, heads, random_checkpoint, as_dense):
         "eagle3": eagle3,
         "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
         "eagle3, dense": with_drafts("eagle3", heads / "eagle3", original, **MANY),
+        # Beside layers with a window.
+        "gpt_oss": with_drafts("eagle3", heads / "eagle3", random_checkpoint("gpt_oss"), rounds=(None, None)),
     }
     for family in WITH_MTP:
         own, dense = random_checkpoint(family), as_dense / family
@@ -109,14 +113,21 @@ def test_a_model_that_drafts_is_right_while_nothing_is_pruned(said, checkpoint):
     assert said["whole"]["accepted"] == 3 * (29 - 1) * NUM_DRAFTS / (NUM_DRAFTS + 1)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3", *WITH_MTP])
-def test_drafts_from_hidden_states(said, checkpoint, random_checkpoint, drafter):
-    folder = random_checkpoint(drafter) if drafter in WITH_MTP else checkpoint
+# It needs states of a prompt's last tokens, so a hit is a page shorter: of the group with its layers, or of
+# both, as vLLM tells which group that is with MTP alone.
+@pytest.mark.parametrize(
+    ("drafter", "hits"),
+    [
+        ("eagle", [0, 96, 384, 0, 768, 0]),
+        ("eagle3", [0, 96, 384, 0, 768, 0]),
+        ("gpt_oss", [0, 128, 448, 0, 864, 0]),
+        *((family, [0, 96, 384, 0, 864, 0]) for family in WITH_MTP),
+    ],
+)
+def test_drafts_from_hidden_states(said, checkpoint, random_checkpoint, drafter, hits):
+    folder = checkpoint if "eagle" in drafter else random_checkpoint(drafter)
     assert said[drafter]["answers"] == [answers_of(folder)] * 2
-    # It needs states of a prompt's last tokens, so a hit is a page shorter: of the group with its layers,
-    # or of both, as vLLM tells which group that is with MTP alone.
-    longest = 864 if drafter in WITH_MTP else 768
-    assert said[drafter]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 384, 0, longest, 0]]
+    assert said[drafter]["cached"] == [[0, 0, 0, 0, 0, 0], hits]
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", *WITH_MTP])
@@ -129,3 +140,11 @@ def test_what_drafts_is_given_the_states_that_the_dense_model_gives(said, drafte
 def test_a_layout_that_gives_drafts_a_table_of_their_own_is_refused(said):
     told = "beside a LeanK cache in the layout LBHNC: set VLLM_KV_CACHE_LAYOUT=BLHNC"
     assert told in said["another layout"]["error"]
+
+
+def test_how_a_checkpoint_that_drafts_is_read_reaches_processes_of_vllm():
+    from vllm.config import SpeculativeConfig
+
+    register()
+    override = SpeculativeConfig.hf_config_override
+    assert pickle.loads(pickle.dumps(override)) is override
