@@ -84,7 +84,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     # Before the next, which vLLM asks for itself with some connectors.
     if vllm_config.kv_transfer_config is not None:
         if "layers" in block:
-            yield "--kv-transfer-config beside layers that are not pruned: it was never run; leave it out"
+            yield "--kv-transfer-config beside layers not pruned: NIXL moves no padded pages; leave it out"
         yield from _problems_of_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"

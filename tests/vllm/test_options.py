@@ -92,7 +92,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({DRAFTS: SimpleNamespace(method="medusa")}, "`medusa`"),
         ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
         ({DRAFTS: BY_MODEL, LEANK: SOME}, "`draft_model` beside layers that are not"),
-        ({TRANSFER: transfer(), LEANK: SOME}, "--kv-transfer-config beside layers that are not pruned"),
+        ({TRANSFER: transfer(), LEANK: SOME}, "--kv-transfer-config beside layers not pruned"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
             {LEANK: {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
