@@ -31,11 +31,11 @@ from bin.reproduction.plan import (
 
 NAMES = ("testbed", "smollm2", "qwen2.5-coder")
 _FEW = (
-    "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+    "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=8", "data.min_length=448",
     "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
     "stage2.validation_contexts=0", "heads.steps=2", "calibration_prompts=1", "held_out_samples=0",
 )  # fmt: skip
-_FEW_TOKENS, _ANSWER = 480, 20  # of a prompt, and of its answer: more than are flushed at a time
+_FEW_TOKENS, _ANSWER = 480, 10  # of a prompt, and of its answer: more than are flushed at a time
 _RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
 _TASKS = (
     "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
