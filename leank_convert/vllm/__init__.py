@@ -8,6 +8,9 @@ when decoding begins.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from leank_convert.families import ARCHITECTURES
 
 BACKEND = "LEANK"
@@ -23,7 +26,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES, as_stock, same_defaults
+    from leank_convert.vllm.configs import CONFIG_CLASSES, draft_as_stock, same_defaults
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
@@ -34,7 +37,12 @@ def register() -> None:
         ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")
         if stock in MODELS_CONFIG_MAP:
             MODELS_CONFIG_MAP[name] = same_defaults(MODELS_CONFIG_MAP[stock])
-    if BACKEND not in AttentionBackendEnum.__members__:
-        register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")
-        override = as_stock(SpeculativeConfig.hf_config_override)
-        SpeculativeConfig.hf_config_override = staticmethod(override)
+    if BACKEND in AttentionBackendEnum.__members__:
+        return  # called before
+    register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")
+    compose = SpeculativeConfig.compose_draft_hf_overrides
+
+    def compose_for_checkpoints(*args: Any, **options: Any) -> Any:
+        return functools.partial(draft_as_stock, compose(*args, **options))
+
+    SpeculativeConfig.compose_draft_hf_overrides = staticmethod(compose_for_checkpoints)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -111,17 +110,12 @@ def check_version() -> None:
         )
 
 
-def as_stock(override: Any) -> Any:
-    """Let vLLM take a checkpoint that drafts, as a model or by a layer for it, for the original."""
-
-    @functools.wraps(override)  # its name, by which vLLM's processes hand it to one another
-    def overridden(hf_config: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(hf_config, _ServedConfig):
-            hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
-            hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
-        return override(hf_config, *args, **options)
-
-    return overridden
+def draft_as_stock(override: Any, hf_config: Any) -> Any:
+    """Have vLLM take a checkpoint whose own layer drafts for the original, in all of its processes."""
+    if isinstance(hf_config, _ServedConfig):
+        hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
+        hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
+    return override(hf_config)
 
 
 def same_defaults(stock: Any) -> Any:

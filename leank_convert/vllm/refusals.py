@@ -8,7 +8,7 @@ from typing import Any
 
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.vllm import FP8_NAMES
-from leank_convert.vllm.configs import version_of
+from leank_convert.vllm.configs import CONFIG_CLASSES, version_of
 from leank_convert.vllm.pages import STEP
 
 # Drafts of no model, and of one that has a cache of its own.
@@ -84,7 +84,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     # Before the next, which vLLM asks for itself with some connectors.
     if vllm_config.kv_transfer_config is not None:
         if "layers" in block:
-            yield "--kv-transfer-config beside layers not pruned: NIXL moves no padded pages; leave it out"
+            yield "--kv-transfer-config beside layers not pruned: NIXL cannot cut padded pages; leave it out"
         yield from _problems_of_transfer(vllm_config)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
@@ -104,11 +104,14 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
     if drafts is not None and "linear_attention" in kinds:
         yield "drafts beside linear attention were never run with a LeanK cache: leave them out"
-    if drafts is not None and drafts.method == "draft_model" and "layers" in block:
-        yield (  # it reads the draft's pages by the first group's table
-            "speculative method `draft_model` beside layers that are not pruned: vLLM has a table for one of "
-            "both; take a head (method `eagle` or `eagle3`)"
-        )
+    if drafts is not None and drafts.method == "draft_model":
+        if "layers" in block:
+            yield (
+                "speculative method `draft_model` beside layers that are not pruned: vLLM would read the "
+                "draft's pages by another group's table; take a head (method `eagle3`)"
+            )
+        if isinstance(drafts.draft_model_config.hf_config, CONFIG_CLASSES):
+            yield f"speculative model `{drafts.model}`: what drafts keeps a dense cache; name the original"
     if drafts is not None and drafts.method not in (*_DRAFTS, *_MODEL_DRAFTS):
         yield (
             f"speculative method `{drafts.method}`: it was never run with a LeanK cache; served are "

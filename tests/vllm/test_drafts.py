@@ -12,12 +12,20 @@ from safetensors.torch import save_file
 from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm import register
 from tests import checks
-from tests.vllm.conftest import WITH_MTP, answers_of, ask, run_engines
+from tests.vllm.conftest import WITH_MTP, answers_of, ask, run_engines, run_python
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 NUM_DRAFTS = 3
+FAMILIES = ("gpt_oss", *WITH_MTP)  # the first has layers with a window
 WHOLE = {"lengths": (12, 20, 31), "new": 29}
+HAND_ON = """
+import pickle, sys
+from leank_convert.vllm import register
+override = pickle.loads(bytes.fromhex(sys.argv[1]))  # an engine's process, before it loads plugins
+register()
+pickle.dumps(override)  # to its ranks
+"""
 MANY = {"lengths": tuple(range(10, 31)), "new": 29}  # nothing of them is pruned either
 
 
@@ -56,9 +64,9 @@ def heads(original):
 
 @pytest.fixture(scope="module")
 def as_dense(random_checkpoint, tmp_path_factory):
-    """Weights of checkpoints with a layer that drafts, by the stock class."""
+    """Weights of the families' checkpoints, by the stock class."""
     root = tmp_path_factory.mktemp("dense")
-    for family in WITH_MTP:
+    for family in FAMILIES:
         folder = shutil.copytree(random_checkpoint(family), root / family)
         architectures = [ARCHITECTURES[family].causal_lm_class]
         checks.edit_json(
@@ -80,20 +88,18 @@ def said(checkpoint, original, heads, random_checkpoint, as_dense):
     )
     runs = {
         "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
-        # The checkpoint itself drafts, as its dense model.
-        "whole": with_drafts("draft_model", checkpoint, **WHOLE, block_size=None),
+        "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
         "eagle": eagle,
         "eagle3": eagle3,
         "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
         "eagle3, dense": with_drafts("eagle3", heads / "eagle3", original, **MANY),
-        # Beside layers with a window.
-        "gpt_oss": with_drafts("eagle3", heads / "eagle3", random_checkpoint("gpt_oss"), rounds=(None, None)),
     }
-    for family in WITH_MTP:
+    for family in FAMILIES:
         own, dense = random_checkpoint(family), as_dense / family
-        runs[family] = with_drafts("mtp", None, own, rounds=(None, None))
-        runs[f"{family}, whole"] = with_drafts("mtp", None, own, **MANY)
-        runs[f"{family}, dense"] = with_drafts("mtp", None, dense, **MANY)
+        drafter = ("mtp", None) if family in WITH_MTP else ("eagle3", heads / "eagle3")
+        runs[family] = with_drafts(*drafter, own, rounds=(None, None))
+        runs[f"{family}, whole"] = with_drafts(*drafter, own, **MANY)
+        runs[f"{family}, dense"] = with_drafts(*drafter, dense, **MANY)
     beside = run_engines(runs, VLLM_KV_CACHE_LAYOUT="BLHNC")
     return beside | run_engines({"another layout": eagle})
 
@@ -130,7 +136,7 @@ def test_drafts_from_hidden_states(said, checkpoint, random_checkpoint, drafter,
     assert said[drafter]["cached"] == [[0, 0, 0, 0, 0, 0], hits]
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", *WITH_MTP])
+@pytest.mark.parametrize("drafter", ["eagle3", *FAMILIES])
 def test_what_drafts_is_given_the_states_that_the_dense_model_gives(said, drafter):
     whole, dense = said[f"{drafter}, whole"], said[f"{drafter}, dense"]
     assert (whole["answers"], whole["accepted"]) == (dense["answers"], dense["accepted"])
@@ -142,9 +148,9 @@ def test_a_layout_that_gives_drafts_a_table_of_their_own_is_refused(said):
     assert told in said["another layout"]["error"]
 
 
-def test_how_a_checkpoint_that_drafts_is_read_reaches_processes_of_vllm():
+def test_how_a_checkpoint_that_drafts_is_read_goes_from_process_to_process():
     from vllm.config import SpeculativeConfig
 
     register()
-    override = SpeculativeConfig.hf_config_override
-    assert pickle.loads(pickle.dumps(override)) is override
+    override = pickle.dumps(SpeculativeConfig.compose_draft_hf_overrides(None))
+    run_python("-c", HAND_ON, override.hex(), timeout=120)

@@ -21,7 +21,6 @@ KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
 DRAFTS, TRANSFER = "speculative_config", "kv_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
 NGRAM = SimpleNamespace(method="ngram")
-BY_MODEL = SimpleNamespace(method="draft_model")
 
 
 def options(**changes):
@@ -56,6 +55,12 @@ def options(**changes):
     return config
 
 
+def drafts(config_class=SimpleNamespace):
+    """Of a model with a config of such a class, whose keys nothing reads."""
+    model = SimpleNamespace(hf_config=config_class.__new__(config_class))
+    return SimpleNamespace(method="draft_model", model="small", draft_model_config=model)
+
+
 def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
     """From another engine."""
     return SimpleNamespace(kv_connector=kv_connector, kv_role=kv_role, get_from_extra_config=extra.get)
@@ -85,13 +90,14 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({TRANSFER: transfer(kv_role="kv_both")}, "`kv_role` is kv_both"),
         ({TRANSFER: transfer(bidirectional_kv_xfer=True)}, "`bidirectional_kv_xfer`"),
         ({TRANSFER: transfer(), "parallel_config__world_size": 2}, "with 2 ranks"),
-        ({TRANSFER: transfer(), DRAFTS: BY_MODEL}, "with drafts of a model"),
+        ({TRANSFER: transfer(), DRAFTS: drafts()}, "with drafts of a model"),
         ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
         ({KINDS: {"full_attention": FLASH}}, "full_attention=FLASH_ATTN: another cache; leave it out"),
         ({PARSER: "openai_gptoss"}, "--reasoning-parser openai_gptoss"),
         ({DRAFTS: SimpleNamespace(method="medusa")}, "`medusa`"),
+        ({DRAFTS: drafts(configs.CONFIG_CLASSES[0])}, "speculative model `small`: what drafts keeps"),
         ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
-        ({DRAFTS: BY_MODEL, LEANK: SOME}, "`draft_model` beside layers that are not"),
+        ({DRAFTS: drafts(), LEANK: SOME}, "`draft_model` beside layers that are not"),
         ({TRANSFER: transfer(), LEANK: SOME}, "--kv-transfer-config beside layers not pruned"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
         (
@@ -111,7 +117,7 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=NGRAM))
-    check_options(options(speculative_config=BY_MODEL))
+    check_options(options(speculative_config=drafts()))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
     check_options(options(attention_config__backend_per_kind={"sliding_window": FLASH}))
