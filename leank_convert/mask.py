@@ -273,7 +273,7 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
         return ChannelMask(to_bool(load_array(path), path))
     raise LeanKError(
         f"mask `{path}`: unknown file type {cut(path.suffix)}",
-        hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file",
+        hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file; a checkpoint goes by its folder",
     )
 
 
