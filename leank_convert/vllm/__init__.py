@@ -40,6 +40,7 @@ def register() -> None:
     if BACKEND in AttentionBackendEnum.__members__:
         return  # called before
     register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")
+    # It goes with a config from process to process, so it is made of what each of them finds by its name.
     compose = SpeculativeConfig.compose_draft_hf_overrides
 
     def compose_for_checkpoints(*args: Any, **options: Any) -> Any:

@@ -111,7 +111,7 @@ def check_version() -> None:
 
 
 def draft_as_stock(override: Any, hf_config: Any) -> Any:
-    """Have vLLM take a checkpoint whose own layer drafts for the original, in all of its processes."""
+    """Override a draft's config as vLLM does, by the names of the original if it is a checkpoint."""
     if isinstance(hf_config, _ServedConfig):
         hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
         hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
