@@ -286,13 +286,9 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
 def _read_rope(
     architecture: Architecture, values: Mapping[str, object], head_dim: int | None, origin: str
 ) -> dict[str, Any]:
-    values = dict(values)
     of_kinds = values.get("rope_parameters")
     if architecture.rope_by_kind and isinstance(of_kinds, Mapping):
-        values["rope_parameters"] = of_kinds.get("full_attention", of_kinds)
-    rotated = values.get("rotary_dim")  # how MiniMax's own code states it; older transformers drop it
-    if architecture.partial_rotary and isinstance(rotated, int) and head_dim is not None:
-        values["partial_rotary_factor"] = rotated / head_dim
+        values = {**values, "rope_parameters": of_kinds.get("full_attention", of_kinds)}
     rope = read_rope_parameters(values, origin=origin)
     check_rope_parameters(rope, head_dim=head_dim, origin=origin)
     partial = rope.get("partial_rotary_factor", 1)

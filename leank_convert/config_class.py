@@ -35,11 +35,25 @@ def build_config(
             f"which `model_type` `{architecture.model_type}` needs",
             hint="install a newer transformers",
         )
-    values = {key: value for key, value in config.items() if key != "model_type"}
+    values = state_rotary_dim(config, architecture)
+    values.pop("model_type", None)
     with refused_by_transformers(origin):
         # The class writes into what it is given.
         built: PreTrainedConfig = config_class.from_dict(copy.deepcopy(values))
     return built
+
+
+def state_rotary_dim(config: Mapping[str, object], architecture: Architecture) -> dict[str, Any]:
+    """Copy a config.json and state its `rotary_dim` as `partial_rotary_factor`, too.
+
+    MiniMax-M2's has the first alone. transformers before 5.18 reads the second alone: it would rotate whole
+    heads.
+    """
+    values = dict(config)
+    rotated, head_dim = (values.get(key) for key in ("rotary_dim", "head_dim"))
+    if architecture.partial_rotary and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
+        values.setdefault("partial_rotary_factor", rotated / head_dim)
+    return values
 
 
 def known_keys(architecture: Architecture) -> frozenset[str]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from leank_convert._runtime.configuration_leank import FORMAT_VERSION
+from leank_convert.config_class import state_rotary_dim
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
@@ -66,7 +67,7 @@ def build_config(
 ) -> dict[str, Any]:
     """Build a checkpoint's config.json from its source's, overrides applied, and SHA-256 by file name."""
     return {
-        **config,
+        **state_rotary_dim(config, architecture),
         "model_type": architecture.leank_model_type,
         "architectures": [f"LeanK{architecture.causal_lm_class}"],
         "auto_map": auto_map(architecture),

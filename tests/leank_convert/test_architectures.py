@@ -8,6 +8,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from leank_convert.architectures import read_model_facts
 from leank_convert.config_class import refused_by_transformers
 from leank_convert.config_overrides import apply_config_overrides
+from leank_convert.export.config_json import build_config
+from leank_convert.families import ARCHITECTURES
 from leank_convert.rope import ROPE_TYPES, read_rope_parameters
 from tests.checks import refusal
 from tests.tiny_families import FAMILIES
@@ -209,6 +211,13 @@ def test_another_rope_leaves_as_much_of_a_head_rotated(nested):
     assert facts.rope_parameters["partial_rotary_factor"] == 0.75
     changed = apply_config_overrides({**LLAMA, "model_type": "glm4", **given}, {"rope_parameters": YARN})
     assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
+
+
+def test_rotated_channels_that_a_config_counts_are_exported_as_the_share_that_every_transformers_reads():
+    config = {**LLAMA, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8}
+    assert read_model_facts(config, origin="x").rope_parameters["partial_rotary_factor"] == 0.5
+    written = build_config(config, ARCHITECTURES["minimax_m2"], {}, {})
+    assert (written["rotary_dim"], written["partial_rotary_factor"]) == (8, 0.5)
 
 
 WEIGHTS = "the weights fix this key; it cannot be overridden"
