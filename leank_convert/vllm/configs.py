@@ -112,7 +112,7 @@ def check_version() -> None:
 
 def draft_as_stock(override: Any, hf_config: Any) -> Any:
     """Override a draft's config as vLLM does, by the names of the original if it is a checkpoint."""
-    if isinstance(hf_config, _ServedConfig):
+    if isinstance(hf_config, CONFIG_CLASSES):
         hf_config.model_type = hf_config.model_type.removeprefix(LEANK_PREFIX)
         hf_config.architectures = [name.removeprefix("LeanK") for name in hf_config.architectures or ()]
     return override(hf_config)

@@ -64,11 +64,11 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"a cache in {wanted} beside layers that are not pruned, for which there are no scales: add "
             f"--kv-cache-dtype {plain}"
         )
-    if "layers" in block and parallel.pipeline_parallel_size > 1:
-        yield (
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a stage may have no layer that is "
-            "pruned; use --tensor-parallel-size instead"
-        )
+    if (stages := parallel.pipeline_parallel_size) > 1 and ("layers" in block or has_drafter(vllm_config)):
+        why = "a stage may have no layer that is pruned"
+        if has_drafter(vllm_config):
+            why = "the last stage alone has the model that drafts, and its pages would lie otherwise"
+        yield f"--pipeline-parallel-size {stages}: {why}; use --tensor-parallel-size instead"
     load_format = vllm_config.load_config.load_format
     if load_format in _STATES and (wanted in FP8_NAMES or {"key_mean", "value_basis"} & block.keys()):
         yield (

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm import register
 from tests import checks
-from tests.vllm.conftest import WITH_MTP, answers_of, ask, run_engines, run_python
+from tests.vllm.conftest import FEW, WITH_MTP, answers_of, ask, run_engines, run_python
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -89,6 +89,7 @@ def said(checkpoint, original, heads, random_checkpoint, as_dense):
     runs = {
         "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
         "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
+        "ranks": with_drafts("draft_model", original, **FEW, tensor_parallel_size=2),
         "eagle": eagle,
         "eagle3": eagle3,
         "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
@@ -109,6 +110,8 @@ def test_drafts_of_a_model(said, checkpoint):
     # One block holds kept pages and those of the draft's layers.
     assert said["model"]["groups"] == [["LeanKKeptSpec", 32], ["LeanKWindowSpec", 48]]
     assert said["model"]["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 480, 0, 864, 0]]
+    assert said["ranks"]["answers"] == [answers_of(checkpoint, **FEW)]
+    assert said["ranks"]["accepted"] > 0
 
 
 def test_a_model_that_drafts_is_right_while_nothing_is_pruned(said, checkpoint):

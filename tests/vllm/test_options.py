@@ -105,6 +105,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
             "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
         ({LEANK: SOME, STAGES: 2}, "--pipeline-parallel-size 2: a stage may have no layer that is pruned"),
+        ({DRAFTS: drafts(), STAGES: 2}, "--pipeline-parallel-size 2: the last stage alone has the model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -116,7 +117,7 @@ def test_what_is_not_supported_is_named(changes, named):
 
 def test_what_is_supported_passes():
     check_options(options())
-    check_options(options(speculative_config=NGRAM))
+    check_options(options(speculative_config=NGRAM, parallel_config__pipeline_parallel_size=2))
     check_options(options(speculative_config=drafts()))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
