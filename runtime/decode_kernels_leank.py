@@ -1,4 +1,4 @@
-"""Decode kernels of one device, dtype and shape: compiled, and launched by torch operators."""
+"""Decode kernels of one device, dtype and shape: compiled, and launched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from .kernel_key_leank import BLOCK, LANES, TILE, KernelKey, Product, num_parts, plan_tiles
-from .operators_leank import NUM_TENSORS, append, attend, registered
 from .parts_leank import load_part
 from .stored_leank import StoreTensors
 
@@ -18,6 +17,8 @@ _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
 _MAX_PARTS = 4  # as in kernel_product_leank
 _NUM_MEMORY = StoreTensors._fields.index("key_mean")  # behind what the memory is are constants
+
+_made: list[DecodeKernels] = []  # for copies of what holds some
 
 
 class DecodeKernels:
@@ -71,8 +72,7 @@ class DecodeKernels:
             self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
         self._products = dict(zip(self._steps, glue, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
-        registered.append(self)  # threads may compile at once
-        self._handle = registered.index(self)
+        _made.append(self)
 
     @cached_property
     def _stand_ins(self) -> dict[Any, torch.Tensor]:
@@ -137,7 +137,9 @@ class DecodeKernels:
             seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
             valid: Columns that are no padding `[B, d]`, bool; None if all are.
         """
-        append(self._handle, keys, values, *store[:NUM_TENSORS], seen, valid)
+        target = *self.arguments(store), self.mean_of(store), seen, self._flags(valid)
+        with torch.cuda.device(keys.device):
+            self._append(keys.contiguous(), values.contiguous(), *target)
 
     def attend(
         self,
@@ -170,10 +172,30 @@ class DecodeKernels:
         Returns:
             `[B, H, d, D]`; columns of padding hold numbers without meaning.
         """
-        sinks = None if sinks is None else sinks.detach()
-        what_is_seen = seen, pruned, plan, sink_size
-        memory = store[:NUM_TENSORS]
-        output: torch.Tensor = attend(self._handle, query, *memory, *what_is_seen, softmax_scale, sinks)
+        assert (sinks is not None) == self.key.has_sinks
+        beside = self._stand_ins["sinks"]
+        if sinks is not None:
+            of_queries = load_part("sinks").sinks_beside
+            beside = of_queries(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
+        num_columns, num_queries = query.shape[2], self.key.num_queries
+        num_launches = -(-num_columns // (num_queries // self.key.num_groups))
+        at_once = -(-num_columns // num_launches)
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        # An earlier attention with this plan was launched behind it, and all that is launched from then on
+        # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
+        early = self._plan is not None and self._plan() is plan
+        self._plan = weakref.ref(plan)
+        arguments = *self.arguments(store), seen, pruned, plan, beside
+        part = (self.num_programs, 2, num_queries)
+        with torch.cuda.device(query.device):
+            for first in range(0, num_columns, at_once):
+                columns = first, min(at_once, num_columns - first)
+                parts = torch.empty(*part, query.shape[3], dtype=torch.float32, device=query.device)
+                lse = torch.empty(part, dtype=torch.float32, device=query.device)
+                results = parts, lse, output, *columns
+                self._attention(query, *arguments, *results, sink_size, softmax_scale * _LOG2_E, int(early))
+                self._merge(store.head_table, plan, *results)
         return output
 
     def copy_row(
@@ -196,7 +218,6 @@ class DecodeKernels:
         with torch.cuda.device(keys.device):
             self._copy_row(*self.arguments(store), keys, values, *span, sink_size)
 
-    # What follows is launched as it is, not as operators: a fused step is captured, never traced.
     def rope_append(
         self,
         projected: Product,
@@ -309,57 +330,6 @@ class DecodeKernels:
             )
         return Product(parts, steps, stretch)
 
-    def launch_append(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        store: StoreTensors,
-        seen: torch.Tensor,
-        valid: torch.Tensor | None,
-    ) -> None:
-        """Append as the operator is asked to."""
-        target = *self.arguments(store), self.mean_of(store), seen, self._flags(valid)
-        with torch.cuda.device(keys.device):
-            self._append(keys.contiguous(), values.contiguous(), *target)
-
-    def launch_attend(
-        self,
-        query: torch.Tensor,
-        store: StoreTensors,
-        seen: torch.Tensor,
-        pruned: torch.Tensor,
-        plan: torch.Tensor,
-        sink_size: int,
-        softmax_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend as the operator is asked to."""
-        assert (sinks is not None) == self.key.has_sinks
-        beside = self._stand_ins["sinks"]
-        if sinks is not None:
-            of_queries = load_part("sinks").sinks_beside
-            beside = of_queries(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
-        num_columns, num_queries = query.shape[2], self.key.num_queries
-        num_launches = -(-num_columns // (num_queries // self.key.num_groups))
-        at_once = -(-num_columns // num_launches)
-        query = query.contiguous()
-        output = torch.empty_like(query)
-        # An earlier attention with this plan was launched behind it, and all that is launched from then on
-        # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
-        early = self._plan is not None and self._plan() is plan
-        self._plan = weakref.ref(plan)
-        arguments = *self.arguments(store), seen, pruned, plan, beside
-        part = (self.num_programs, 2, num_queries)
-        with torch.cuda.device(query.device):
-            for first in range(0, num_columns, at_once):
-                columns = first, min(at_once, num_columns - first)
-                parts = torch.empty(*part, query.shape[3], dtype=torch.float32, device=query.device)
-                lse = torch.empty(part, dtype=torch.float32, device=query.device)
-                results = parts, lse, output, *columns
-                self._attention(query, *arguments, *results, sink_size, softmax_scale * _LOG2_E, int(early))
-                self._merge(store.head_table, plan, *results)
-        return output
-
     def arguments(self, store: StoreTensors) -> tuple[Any, ...]:
         """Return a store as kernels take it: FP8 as bytes, something in the place of what is not there.
 
@@ -390,5 +360,5 @@ class DecodeKernels:
 
 
 def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
-    made = (kernels for kernels in registered if kernels.key == key and kernels.generic == generic)
+    made = (kernels for kernels in _made if kernels.key == key and kernels.generic == generic)
     return next(made, None) or DecodeKernels(key, generic=generic)

@@ -26,12 +26,6 @@ class CpuKernels(DecodeKernels):
         self._products = {8: compiled_when_called(product, "float32", 8)}
         self._steps, self._num_multiprocessors = STEPS, num_programs
 
-    def append(self, *arguments):
-        self.launch_append(*arguments)
-
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
-        return self.launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
-
 
 def compiled_when_called(make, *arguments):
     """Compiling takes a second, and few tests need every kernel."""
