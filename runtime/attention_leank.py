@@ -17,7 +17,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .constants_leank import rotate, rotate_back
 from .parts_leank import carries, load_part
 
 if TYPE_CHECKING:
@@ -82,11 +81,15 @@ class AttentionHandle:
                 self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
         if step.num_decode:
             scale = head_dim**-0.5 if scaling is None else scaling
-            values = rotate(self.value[:, :, prompt:], self.layer.value_basis)
+            values, basis = self.value[:, :, prompt:], self.layer.value_basis
+            if basis is not None:
+                values = load_part("model_constants").rotate(values, basis)
             decoded = self.layer.decode(
                 query[:, :, prompt:], self.key[:, :, prompt:], values, step, scale, s_aux
             )
-            outputs.append(rotate_back(decoded, self.layer.value_basis).transpose(1, 2))
+            if basis is not None:
+                decoded = load_part("model_constants").rotate_back(decoded, basis)
+            outputs.append(decoded.transpose(1, 2))
         del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out.contiguous(), None

@@ -40,6 +40,11 @@ class LeanKSettings:
     has_value_basis: bool
 
     @property
+    def has_constants(self) -> bool:
+        """Whether a cache of the model takes something from the checkpoint beside channel masks."""
+        return self.has_scales or self.has_key_mean or self.has_value_basis
+
+    @property
     def num_key_value_heads(self) -> int:
         """KV heads of every layer."""
         return self.channel_masks.shape[1]

@@ -1,11 +1,8 @@
-"""Constants of a layer's cache: the mean taken off keys, FP8 scales, and the basis that V is rotated into.
+"""Constants of a layer's cache: the mean taken off keys, and FP8 scales.
 
 Softmax does not see what is added to all keys alike: q·(k - c) differs from q·k by one number per query. So
 the mean of keys comes off every key before it is stored. Channels of large constant parts, which biases leave
 behind, then round as others do, and a channel that is pruned counts as its mean, not as zero.
-
-Attention's output is linear in V. Where the basis whose directions are dropped cannot be folded into weights,
-V is rotated into it as it is stored, and the output back.
 """
 
 from __future__ import annotations
@@ -48,24 +45,6 @@ def centre(keys: torch.Tensor, key_mean: torch.Tensor | None) -> torch.Tensor:
     if key_mean is None:
         return keys
     return (keys.to(torch.promote_types(keys.dtype, torch.float32)) - key_mean).to(keys.dtype)
-
-
-def rotate(values: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    """Return V `[B, H_kv, S, D]` in a basis `[H_kv, D, D]`, a direction per column, rounded once."""
-    if basis is None:
-        return values
-    wide = torch.promote_types(values.dtype, torch.float32)
-    with torch.autocast(values.device.type, enabled=False):
-        return (values.to(wide) @ basis.to(wide)).to(values.dtype)
-
-
-def rotate_back(out: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    """Return attention's output `[B, H, S, D]` over V in a basis as it is over V itself."""
-    if basis is None:
-        return out
-    batch_size, _, _, head_dim = out.shape
-    of_heads = out.reshape(batch_size, len(basis), -1, head_dim)
-    return rotate(of_heads, basis.mT).view(out.shape)
 
 
 def choose_constants(

@@ -7,8 +7,6 @@ stored is read as it lies; no token has a scale of its own. All that moves what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 FP8 = torch.float8_e4m3fn
@@ -44,29 +42,3 @@ def reread(states: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def as_bytes(pool: torch.Tensor) -> torch.Tensor:
     """Return FP8 numbers as the bytes that they are, others as they are: few operators know FP8."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
-
-
-def check_scales(scales: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Raise a ValueError if a scale of any layer is no power of two that every dtype has, or is offloaded.
-
-    `scales` are those of keys and of values of every layer, `[H_kv, D]` each.
-    """
-    for number, layer in enumerate(scales):
-        for name, scale in zip(SCALE_NAMES, layer, strict=True):
-            if scale.is_meta:
-                raise ValueError(
-                    f"layer {number}: `{name}` is offloaded and cannot be read; load the model without "
-                    "`offload_buffers`"
-                )
-    # On one device, which layers need not be.
-    layers = torch.stack([torch.stack([scale.float().cpu() for scale in layer]) for layer in scales])
-    fraction, exponent = torch.frexp(layers)
-    low, high = EXPONENTS
-    wrong = ((fraction != 0.5) | (exponent <= low) | (exponent > high + 1)).nonzero()
-    if len(wrong):
-        layer, place = wrong[0, :2].tolist()
-        value = float(layers[tuple(wrong[0])])
-        raise ValueError(
-            f"layer {layer}: `{SCALE_NAMES[place]}` holds {value}, which is no power of two from 2^{low} to "
-            f"2^{high}; copy or export the checkpoint again"
-        )

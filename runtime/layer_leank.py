@@ -8,12 +8,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention_leank import AttentionHandle
-from .constants_leank import Constants, choose_constants, rotate
+from .constants_leank import Constants, choose_constants
 from .decode_kernels_leank import DecodeKernels
 from .find_kernels_leank import find_kernels
 from .kernel_key_leank import MAX_DRAFT
 from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, count_whole
+from .parts_leank import load_part
 from .pruned_attention_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
@@ -153,7 +154,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         (keys, values), self.pending = self.pending, None
         if self.value_basis is not None:
             self.value_basis = self.value_basis.to(keys.device)
-        values = rotate(values, self.value_basis)
+            values = load_part("model_constants").rotate(values, self.value_basis)
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)

@@ -24,11 +24,10 @@ from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
 from .configuration_leank import CACHE, config_class_of, read_settings, stock_class
-from .constants_leank import Constants
-from .fp8_leank import SCALE_NAMES, check_scales
 from .fused_step_leank import own_storages
 from .generate_leank import GenerateMixin
-from .mask_file_leank import MASK_FILE, carry_mask_file, load_mask_tensors
+from .mask_file_leank import MASK_FILE, carry_mask_file
+from .parts_leank import load_part
 
 logger = logging.get_logger(__name__)
 
@@ -60,12 +59,7 @@ class LeanKMixin:
         settings = read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if settings.has_scales:
-            shape = (settings.num_key_value_heads, settings.head_dim)
-            for attention in self._pruned_attentions():
-                for name in SCALE_NAMES:
-                    # On no `meta` device, so that what is not loaded stays what no cache is built with.
-                    unknown = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
-                    attention.register_buffer(name, unknown)
+            load_part("model_constants").add_scales(self._pruned_attentions(), settings)
         self.key_means = self.value_bases = None
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
@@ -74,26 +68,24 @@ class LeanKMixin:
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load as the stock class does.
 
-        Raises a ValueError if a scale is missing (transformers leaves in its place whatever memory holds), or
-        if the mean of keys or a basis of V is, or makes no sense.
+        Raises a ValueError if a scale is missing, or if the mean of keys or a basis of V is, or makes no
+        sense.
         """
         model, info = super().from_pretrained(  # type: ignore[misc]
             *args, output_loading_info=True, **kwargs
         )
-        missing = sorted(name for name in info["missing_keys"] if name.endswith(SCALE_NAMES))
-        if missing:
-            raise ValueError(
-                f"`{model.name_or_path}`: tensor `{missing[0]}` is missing; copy or export the checkpoint "
-                "again"
-            )
+        config = model.config
+        settings = read_settings(config)
+        if settings.has_constants:
+            part = load_part("model_constants")
+            part.check_loaded(info["missing_keys"], model.name_or_path)
+            found = part.load_mask_tensors(config, settings, config.name_or_path, kwargs)
+            model.key_means, model.value_bases = found
         if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not _cpu_has_bfloat16():
             logger.warning(
                 "this CPU has no instructions for bfloat16, in which the model was loaded: with "
                 '`dtype="float32"` it is several times faster'
             )
-        config = model.config
-        found = load_mask_tensors(config, read_settings(config), config.name_or_path, kwargs)
-        model.key_means, model.value_bases = found
         return (model, info) if output_loading_info else model
 
     def get_correct_attn_implementation(
@@ -158,29 +150,11 @@ class LeanKMixin:
         in four bits; `auto` as they come. None is the config's. Scales, a mean of keys or a basis of V that
         are wrong or missing raise a ValueError.
         """
-        constants, bases = self._constants(), self.value_bases
+        settings, constants, bases = read_settings(self.config), None, self.value_bases
+        if settings.has_constants:
+            find = load_part("model_constants").constants_of
+            constants = find(self._pruned_attentions(), settings, self.key_means, bases)
         return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, constants, bases)
-
-    def _constants(self) -> list[Constants]:
-        """Return what the checkpoint says of each channel, layer by layer."""
-        attentions = self._pruned_attentions()
-        constants = [Constants()] * len(attentions)
-        if hasattr(attentions[0], SCALE_NAMES[0]):
-            scales = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
-            check_scales(scales)
-            constants = [Constants(None, *(scale[None] for scale in own)) for own in scales]
-        settings = read_settings(self.config)
-        lacks_mean = settings.has_key_mean and self.key_means is None
-        if lacks_mean or (settings.has_value_basis and self.value_bases is None):
-            lacking = "mean of keys" if lacks_mean else "basis of V"
-            raise ValueError(
-                f"this model was made from its config alone, and the {lacking} lies in its checkpoint; load "
-                "it by `from_pretrained`"
-            )
-        if self.key_means is None:
-            return constants
-        pairs = zip(constants, self.key_means, strict=True)
-        return [own._replace(key_mean=key_mean) for own, key_mean in pairs]
 
     def _pruned_attentions(self) -> list[Any]:
         """Return the attention modules of the layers that are pruned."""

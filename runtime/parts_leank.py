@@ -13,6 +13,7 @@ from typing import Any
 CARRIED = """
 from .kernel_fp8_leank import kernels of FP8 caches
 from .mixed_cache_leank import layers without full attention
+from .model_constants_leank import scales, mean of keys, basis of V
 from .sinks_leank import attention sinks
 """
 

@@ -9,23 +9,21 @@ from typing import Any
 
 from leank_convert.families import Architecture
 from leank_convert.files import write_atomically
-from leank_convert.leank_block import LAYERS_KEY
+from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, VALUE_BASIS_KEY
 
 CONFIGURATION_FILE = "configuration_leank.py"
 MODELING_FILE = "modeling_leank.py"
 _PARTS_FILE = "parts_leank.py"
 # Files that only some checkpoints carry.
-_FP8_KERNELS, _MIXED_CACHE, _SINKS = PARTS = ("kernel_fp8_leank.py", "mixed_cache_leank.py", "sinks_leank.py")
+PARTS = ("kernel_fp8_leank.py", "mixed_cache_leank.py", "model_constants_leank.py", "sinks_leank.py")
 
 
 def needed_parts(architecture: Architecture, leank: Mapping[str, Any]) -> set[str]:
     """Names of the files among `PARTS` that a checkpoint of this family with this `leank` block needs."""
-    needed = {
-        _FP8_KERNELS: leank.get("kv_dtype") == "fp8",
-        _MIXED_CACHE: LAYERS_KEY in leank,
-        _SINKS: architecture.sinks,
-    }
-    return {name for name, is_needed in needed.items() if is_needed}
+    given = (leank.get(key) for key in ("kv_scales", KEY_MEAN_KEY, VALUE_BASIS_KEY))
+    has_constants = any(value is not None for value in given)
+    needed = (leank.get("kv_dtype") == "fp8", LAYERS_KEY in leank, has_constants, architecture.sinks)
+    return {name for name, is_needed in zip(PARTS, needed, strict=True) if is_needed}
 
 
 def read_runtime_files(parts: Collection[str] = PARTS) -> dict[str, bytes]:

@@ -18,9 +18,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from leank_convert._runtime.constants_leank import rotate, rotate_back
 from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
+from leank_convert._runtime.model_constants_leank import rotate, rotate_back
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert._runtime.windows_leank import Windows

@@ -25,8 +25,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.configuration_leank import read_settings
-from leank_convert._runtime.fp8_leank import SCALE_NAMES, check_scales
-from leank_convert._runtime.mask_file_leank import load_mask_tensors
+from leank_convert._runtime.fp8_leank import SCALE_NAMES
+from leank_convert._runtime.model_constants_leank import check_scales, load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs
 from leank_convert.vllm.adapters import check_adapters

@@ -99,8 +99,10 @@ def test_config_is_the_sources_with_the_leank_block(source_model, tmp_path):
         ("llama", {}, []),
         ("llama", {"kv_dtype": "int4", "kv_scales": None}, []),
         ("llama", {"kv_dtype": "fp8", "kv_scales": None}, ["kernel_fp8"]),
+        ("llama", {"kv_scales": {"num_tokens": 1}}, ["model_constants"]),
+        ("llama", {"value_basis": True}, ["model_constants"]),
         ("gemma3_text", {"layers": [5]}, ["mixed_cache"]),
-        ("gpt_oss", {"layers": [1], "kv_dtype": "fp8"}, ["kernel_fp8", "mixed_cache", "sinks"]),
+        ("gpt_oss", {"layers": [1], "key_mean": True}, ["mixed_cache", "model_constants", "sinks"]),
     ],
 )
 def test_a_checkpoint_carries_the_parts_that_its_config_needs(family, block, parts):
