@@ -161,16 +161,18 @@ class LeanKMixin:
         layers = self.base_model.layers  # type: ignore[attr-defined]
         return [layers[number].self_attn for number in read_settings(self.config).layers]
 
-    def _forward(
+    def forward(
         self,
-        given: Cache | None,
-        use_cache: bool | None,
-        attention_mask: torch.Tensor | None,
-        output_attentions: bool | None = None,
-        past_key_values: Cache | None = None,
-        **inputs: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Run the stock model, on a LeanK cache if on any; transformers called it `past_key_values`."""
+        """Run the stock model, on a LeanK cache if on any; arguments and output as in the stock class."""
+        output_attentions = kwargs.pop("output_attentions", None)
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError(
                 "output_attentions: attention weights of a pruned cache are never formed; load the "
@@ -181,7 +183,8 @@ class LeanKMixin:
                 f"attention implementation was changed to {self.config._attn_implementation!r}, which does "
                 'not know the pruned cache; call `model.set_attn_implementation("leank")`'
             )
-        given = past_key_values if given is None else given
+        earlier_name = kwargs.pop("past_key_values", None)
+        given = earlier_name if cache is None else cache
         training: bool = self.training  # type: ignore[attr-defined]
         if training and (use_cache or given is not None):
             raise ValueError(
@@ -190,6 +193,12 @@ class LeanKMixin:
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not training
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            **kwargs,
+        }
         if given is not None or use_cache:
             return self._forward_with_cache(given, use_cache, attention_mask, inputs)
         return super().forward(attention_mask=attention_mask, use_cache=False, **inputs)  # type: ignore[misc]
@@ -279,31 +288,6 @@ class LeanKMixin:
         )
 
 
-class LeanKModelMixin(LeanKMixin):
-    """A LeanK model without a head."""
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
-        return self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-
-
 class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
     """A LeanK model with a language-modelling head."""
 
@@ -320,22 +304,15 @@ class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
         **kwargs: Any,
     ) -> Any:
         """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
-        return self._forward(
-            cache,
-            use_cache,
-            attention_mask,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
+        kwargs.update(labels=labels, logits_to_keep=logits_to_keep)
+        return super().forward(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs
         )
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
     """Make `LeanK<X>Model` or `LeanK<X>ForCausalLM` of transformers' class when it is first asked for."""
-    kinds = {"Model": LeanKModelMixin, "ForCausalLM": LeanKForCausalLMMixin}
+    kinds = {"Model": LeanKMixin, "ForCausalLM": LeanKForCausalLMMixin}
     mixin = next((mixin for ending, mixin in kinds.items() if name.endswith(ending)), None)
     if mixin is None or not name.startswith("LeanK"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
