@@ -132,11 +132,10 @@ def _attend_densely(
 ) -> tuple[torch.Tensor, None]:
     """Attend by transformers' SDPA, `s_aux` `[H]` being the logits of sinks where the model has some."""
     if s_aux is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    else:  # by the code of a checkpoint that has it: this function may be another's, as there is one registry
-        attend = ALL_ATTENTION_FUNCTIONS[f"{ATTENTION_NAME}_sinks"]
-        output, _ = attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
-    return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    # By the code of a checkpoint that has it: this function may be another's, as there is one registry.
+    attend = ALL_ATTENTION_FUNCTIONS[f"{ATTENTION_NAME}_sinks"]
+    return attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
 
 
 def _is_pruned(module: Any) -> bool:

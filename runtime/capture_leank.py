@@ -23,29 +23,16 @@ class GraphMemory:
 
     Attributes:
         captured_kinds: Kinds of step that were captured before: another cache's first one needs no warm-up.
+        pools: The pool of each device and stream, and the latest graph that was captured into it.
     """
 
     def __init__(self) -> None:
         self.captured_kinds: set[tuple[Any, ...]] = set()
-        self._pools: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.pools: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
         """Copy as an empty one: graphs and their memory cannot be copied."""
         return GraphMemory, ()
-
-    def pool(self, key: tuple[int, int]) -> Any:
-        """Return the pool to capture into."""
-        if key not in self._pools:
-            return torch.cuda.graph_pool_handle()
-        return self._pools[key][0]
-
-    def keep(self, key: tuple[int, int], pool: Any, graph: Any) -> None:
-        """Keep a pool alive by the latest graph captured into it."""
-        self._pools[key] = (pool, graph)
-
-    def forget(self, key: tuple[int, int]) -> None:
-        """Leave a pool to its graphs: after a capture that broke off, the allocator refuses it to another."""
-        self._pools.pop(key, None)
 
 
 class StepGraph:
@@ -76,11 +63,12 @@ class StepGraph:
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record what `function` launches, without running it; return what it returned."""
         caller = torch.cuda.current_stream(self._device)
-        key = (caller.device_index, caller.cuda_stream)
+        key, pools = (caller.device_index, caller.cuda_stream), self._memory.pools
         with _CAPTURING:
             if key not in _CAPTURE_STREAMS:
                 _CAPTURE_STREAMS[key] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream, pool = _CAPTURE_STREAMS[key], self._memory.pool(key)
+            stream = _CAPTURE_STREAMS[key]
+            pool = pools[key][0] if key in pools else torch.cuda.graph_pool_handle()
             stream.wait_stream(caller)
             try:
                 with _no_garbage_collection(), torch.cuda.stream(stream):
@@ -97,10 +85,10 @@ class StepGraph:
                     self._graph.capture_end()
             except BaseException:
                 self._leave_capture(pool)
-                self._memory.forget(key)
+                pools.pop(key, None)  # which the allocator refuses to another graph now
                 raise
             caller.wait_stream(stream)
-            self._memory.keep(key, pool, self._graph)
+            pools[key] = pool, self._graph
             return output
 
     def replay(self) -> None:

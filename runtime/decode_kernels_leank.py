@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from .kernel_key_leank import BLOCK, LANES, TILE, KernelKey, Product, num_parts, plan_tiles
+from .kernel_key_leank import BLOCK, LANES, MAX_PARTS, TILE, KernelKey, Product, num_parts, plan_tiles
 from .parts_leank import load_part
 from .stored_leank import StoreTensors
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
-_MAX_PARTS = 4  # as in kernel_product_leank
 _NUM_MEMORY = StoreTensors._fields.index("key_mean")  # behind what the memory is are constants
 
 _made: list[DecodeKernels] = []  # for copies of what holds some
@@ -313,7 +312,7 @@ class DecodeKernels:
         steps = -(-num_inputs // self._steps[rows][0])
         total = -(-num_outputs // BLOCK) * steps
         stretch = -(-total // (2 * self._num_multiprocessors))
-        while num_parts(steps, stretch) > _MAX_PARTS:
+        while num_parts(steps, stretch) > MAX_PARTS:
             stretch += 1
         size = (num_parts(steps, stretch), num_tokens, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)

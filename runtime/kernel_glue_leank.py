@@ -15,12 +15,11 @@ before Hopper can; until it has waited for that one it reads nothing that a step
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
+from .kernel_key_leank import LANES, MAX_NORMED, MAX_PARTS
 from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
 from .kernel_line_leank import Head, T, loops
-from .kernel_product_leank import MAX_PARTS, add_parts
+from .kernel_product_leank import add_parts
 
-LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
-MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
 # Of `place`, a copy of a head's row in the head table but for its last column.
@@ -306,7 +305,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     dtype = shape.query_type
     rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
     _, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
-    size = (MAX_ROW // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
+    size = (MAX_NORMED // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
 
     @T.prim_func
     def leank_add_norm(
@@ -326,7 +325,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             sums = fragment(size[1:], "float32")
             last = fragment(size[1:2], "int32")
             loaded = fragment((MAX_PARTS, *size[1:]), "float32")
-            squares = fragment((MAX_ROW,), "float32")
+            squares = fragment((MAX_NORMED,), "float32")
             total = fragment((1,), "float32")
             for v, i, j in parallel(*size):
                 if v * size[1] + i < vectors:
@@ -349,7 +348,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                                 summed[row, v * size[1] + i, j] = states[v, i, j]
             for v, i, j in parallel(*size):
                 squares[(v * size[1] + i) * LANES + j] = T.cast(states[v, i, j], "float32")
-            for j in parallel(MAX_ROW):
+            for j in parallel(MAX_NORMED):
                 squares[j] = squares[j] * squares[j]
             T.reduce_sum(squares, total, dim=0)
             total[0] = T.rsqrt(total[0] / T.cast(vectors * LANES, "float32") + eps)

@@ -1,4 +1,4 @@
-"""`KernelKey`, tile planning, and split-K partial products."""
+"""`KernelKey`, tile planning, and split-K partial products: what is known of kernels without tilelang."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 import torch
 
 TILE = 64
-"""Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
+"""Tokens of a tile: the M of one wgmma."""
 
 LANES = 8
-"""Numbers that a thread of a glue kernel loads at once, as in kernel_glue_leank: it divides all sizes."""
+"""Numbers that a thread of a glue kernel loads at once: it divides all sizes, so that rows lie aligned."""
 
 MAX_NORMED = 16384
-"""Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
+"""Most numbers of a row that is normed: four vectors a thread."""
 
 MAX_DRAFT = 32
 """Most new tokens of a row that kernels decode at once."""
 
 BLOCK = 64
-"""Outputs of a block of a product, as in kernel_product_leank."""
+"""Outputs of a block of a product: the M of one wgmma."""
+
+MAX_PARTS = 4
+"""Most parts of such a block."""
 
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)

@@ -29,8 +29,9 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
+from .kernel_key_leank import TILE
+
 T: Any = tilelang.language  # which the other files of kernels take from here
-TILE = 64  # tokens of a tile: the M of one wgmma
 
 
 class Head:

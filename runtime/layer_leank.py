@@ -158,8 +158,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)
-        real = step.split.real_columns(keys.shape[2])
-        constants = choose_constants(keys, values, real, self.kv_dtype, self.model_constants)
+        constants = choose_constants(keys, values, step.split.real, self.kv_dtype, self.model_constants)
         tables = step.split.tables
         self.store = ChunkStore(self.layout, index, tables, keys.dtype, constants, self.kv_dtype)
         self.store.write_prompt(keys, values, step.split)

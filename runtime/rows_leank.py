@@ -104,11 +104,6 @@ class RowState:
         """Whether the prompt has been split into sink, pruned and recent."""
         return self.lengths is not None
 
-    @property
-    def batch_size(self) -> int | None:
-        """Rows, None until the prompt is split."""
-        return None if self.lengths is None else self.lengths.shape[0]
-
     def num_prefill_columns(self, num_columns: int) -> int:
         """Return how many of the next `num_columns` columns belong to the prompt."""
         if self.is_split:
@@ -223,21 +218,21 @@ class RowState:
     def _split(
         self, batch_size: int, num_columns: int, padding: torch.Tensor | None, device: torch.device
     ) -> Split:
+        real = order = None
         if padding is None:
             self.bounds = [num_columns] * batch_size
             lengths = torch.full((batch_size,), num_columns, dtype=torch.int32, device=device)
-            order = None
         else:
-            padding = padding[:, :num_columns].to(device)
-            lengths = padding.sum(1, dtype=torch.int32)
+            real = padding[:, :num_columns].to(device)
+            lengths = real.sum(1, dtype=torch.int32)
             self.bounds = lengths.tolist()
-            order = torch.argsort((~padding).to(torch.int8), dim=1, stable=True)[:, : self.max_length]
+            order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)[:, : self.max_length]
         self.lengths = lengths
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
         self.addresses = new_address()
         tables = self.make_room(0, num_columns)
         kept, window = (pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds))
-        return Split(order, lengths.clone(), kept, window, tables)
+        return Split(real, order, lengths.clone(), kept, window, tables)
 
     def counters(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return lengths and pruned lengths of split rows, as tensors that can be written."""

@@ -19,19 +19,12 @@ from .pages_leank import PageList, PageTables
 class Split:
     """A prefill that becomes sink, pruned and recent."""
 
+    real: torch.Tensor | None  # columns of the prompt that are no padding `[B, S]`, bool; None if all are
     order: torch.Tensor | None  # columns of each row's tokens, in order, padding last `[B, n]`; None without
     lengths: torch.Tensor  # tokens of every row `[B]`
     kept_pages: torch.Tensor  # row, number in the row and page of every page that is filled `[3, pages]`
     window_pages: torch.Tensor  # the same in the window `[3, window_pages]`
     tables: PageTables  # pages of all rows
-
-    def real_columns(self, num_columns: int) -> torch.Tensor | None:
-        """Say which of a prompt's columns are no padding `[B, num_columns]`, bool; None if all are."""
-        if self.order is None:
-            return None
-        token = torch.arange(self.order.shape[1], device=self.order.device)
-        is_token = token < self.lengths[:, None]
-        return is_token.new_zeros(len(is_token), num_columns).scatter(1, self.order, is_token)
 
 
 @dataclass(frozen=True)
@@ -151,11 +144,6 @@ class Step:
     split: Split | None  # set where the prompt is split in this pass, between the two
     append: Append | None  # set where `num_decode` is not 0
     _copies: dict[torch.device, Step] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of the forward pass."""
-        return self.num_prefill + self.num_decode
 
     def to(self, device: torch.device) -> Step:
         """Return the step with its tensors on `device`; copied once per device."""

@@ -257,6 +257,6 @@ def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model):
 
 
 def test_a_model_and_a_graph_can_be_copied(model):
-    model.graph_memory.keep((0, 0), "pool", lambda: None)
-    assert copy.deepcopy(model).graph_memory.pool is not model.graph_memory.pool
+    model.graph_memory.pools[0, 0] = "pool", lambda: None
+    assert not copy.deepcopy(model).graph_memory.pools
     assert copy.deepcopy(DecodeGraph(False)).enabled is False
