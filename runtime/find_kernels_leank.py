@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from .decode_kernels_leank import DecodeKernels
-from .kernel_key_leank import KERNEL_DTYPES, TILE, KernelKey, padded_values, queries_at_once
+from .kernel_key_leank import KERNEL_DTYPES, KernelKey, padded_values, queries_at_once
 from .parts_leank import carries
 from .self_check_leank import disagreement
 
@@ -20,31 +20,17 @@ _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
 
 
-def kernel_key(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    num_groups: int,
-    chunk_size: int,
-    max_chunks: int,
-    num_columns: int = 1,
-    load_tokens: int = TILE,
-    cache_dtype: torch.dtype | None = None,
-    has_sinks: bool = False,
-    has_glue: bool = True,
-    value_chunk: int = 0,
-) -> KernelKey:
-    """Return what kernels of a CUDA device are found by: a `KernelKey`'s fields.
+def kernel_key(device: torch.device, dtype: torch.dtype, *, num_columns: int = 1, **shape: Any) -> KernelKey:
+    """Return what kernels of a CUDA device are found by.
 
-    `num_columns` are the new tokens of a row, at most `MAX_DRAFT`.
+    `num_columns` are the new tokens of a row, at most `MAX_DRAFT`; `shape` are other fields of the key.
     """
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    value_size = padded_values(head_dim, value_chunk or head_dim)
+    head_dim, num_groups = shape["head_dim"], shape["num_groups"]
+    value_size = padded_values(head_dim, shape.get("value_chunk") or head_dim)
     num_queries = queries_at_once(num_columns, num_groups, value_size, device)
-    sizes = (head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
-    return KernelKey(device, dtype, *sizes, cache_dtype, has_sinks, has_glue, value_chunk)
+    return KernelKey(device, dtype, num_queries=num_queries, **shape)
 
 
 def find_kernels(device: torch.device, dtype: torch.dtype, **shape: Any) -> DecodeKernels | None:
