@@ -212,21 +212,10 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to what was stored before several columns, and causally to these, which are not yet."""
-        assert self.store is not None and append.columns is not None
+        assert self.store is not None
+        kernels = self.kernels_for(query[:, :, :1], sinks)
         with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
-            return attend_turn(
-                query,
-                key,
-                value,
-                append.valid,
-                self.store.tensors,
-                append.columns.spans,
-                layout=self.layout,
-                sink_size=append.sink_size,
-                softmax_scale=softmax_scale,
-                sinks=sinks,
-                kernels=self.kernels_for(query[:, :, :1], sinks),
-            )
+            return attend_turn(query, key, value, self.store, append, softmax_scale, sinks, kernels)
 
     def choose_kernels(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""

@@ -15,9 +15,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import KERNEL_DTYPES
-from .layout_leank import ChunkLayout, Heads, head_index
+from .layout_leank import Heads, head_index
 from .parts_leank import load_part
-from .stored_leank import StoredRow, StoreTensors
+from .step_leank import Append
+from .store_leank import ChunkStore
+from .stored_leank import StoredRow
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
 _MAX_TOKENS = 1 << 18
@@ -27,23 +29,20 @@ def attend_turn(
     query: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
-    new_valid: torch.Tensor | None,
-    store: StoreTensors,
-    stored: Sequence[tuple[int, int]],
-    *,
-    layout: ChunkLayout,
-    sink_size: int,
+    store: ChunkStore,
+    append: Append,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
     kernels: DecodeKernels | None = None,
 ) -> torch.Tensor:
     """Attend to what is stored, and causally to new tokens that are not stored yet: `[B, H, d, D]`.
 
-    Queries are `[B, H, d, D]`; keys and values of the same tokens, as they will be stored, `[B, H_kv, d, D]`,
-    and `new_valid` `[B, d]` tells which are real, None: all. `stored` counts every row's tokens in the store,
-    and pruned ones among them. Logits of attention sinks are `[H]`. `kernels` copy rows; None is plain torch.
-    The result is zero for padding.
+    Queries are `[B, H, d, D]`; keys and values of the same tokens, as they will be stored, `[B, H_kv, d, D]`.
+    Logits of attention sinks are `[H]`. `kernels` copy rows; None is plain torch. The result is zero for
+    padding.
     """
+    assert append.columns is not None
+    layout, memory, stored, new_valid = store.layout, store.tensors, append.columns.spans, append.valid
     dtype = torch.promote_types(query.dtype, new_keys.dtype)
     grouped = query.to(dtype).view(query.shape[0], len(layout.widths), -1, *query.shape[2:])
     output = torch.zeros_like(grouped)  # [B, H_kv, G, d, D]
@@ -55,12 +54,13 @@ def attend_turn(
         if not columns.shape[3]:
             continue
         cached = [
-            StoredRow(store, layout, row, *stored[row], sink_size) for row in range(rows.start, rows.stop)
+            StoredRow(memory, layout, row, *stored[row], append.sink_size)
+            for row in range(rows.start, rows.stop)
         ]
         attended = torch.zeros_like(columns)
         beside = None
         if sinks is not None:
-            own = store.constants.take(torch.arange(rows.start, rows.stop, device=query.device))
+            own = memory.constants.take(torch.arange(rows.start, rows.stop, device=query.device))
             beside = load_part("sinks").sinks_beside(
                 columns.flatten(1, 2), sinks, own.key_mean, softmax_scale
             )

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,12 +42,11 @@ def in_store(case, loose=0):
 
 def in_turn(case, kernels=None):
     """Attention to stored tokens, and to new ones that are not stored yet."""
-    stored = case.seen[:, -1] - case.seen.shape[1]
-    return attend_turn(
-        case.query, centre(case.keys, case.store.key_mean[:, :, None]), case.values, case.valid, case.store,
-        list(zip(stored.tolist(), case.pruned[:, 0].tolist(), strict=True)), layout=case.layout,
-        sink_size=SINK, softmax_scale=SCALE, kernels=kernels,
-    )  # fmt: skip
+    spans = torch.stack([case.seen[:, -1] - case.seen.shape[1], case.pruned[:, 0]], 1).tolist()
+    store = SimpleNamespace(tensors=case.store, layout=case.layout)
+    append = SimpleNamespace(valid=case.valid, sink_size=SINK, columns=SimpleNamespace(spans=spans))
+    keys = centre(case.keys, case.store.key_mean[:, :, None])
+    return attend_turn(case.query, keys, case.values, store, append, SCALE, kernels=kernels)
 
 
 @pytest.mark.parametrize(
