@@ -135,7 +135,8 @@ def _attend_densely(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # By the code of a checkpoint that has it: this function may be another's, as there is one registry.
     attend = ALL_ATTENTION_FUNCTIONS[f"{ATTENTION_NAME}_sinks"]
-    return attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+    output, _ = attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+    return output, None
 
 
 def _is_pruned(module: Any) -> bool:

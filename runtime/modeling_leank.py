@@ -193,15 +193,10 @@ class LeanKMixin:
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not training
-        inputs = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            **kwargs,
-        }
+        kwargs.update(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
         if given is not None or use_cache:
-            return self._forward_with_cache(given, use_cache, attention_mask, inputs)
-        return super().forward(attention_mask=attention_mask, use_cache=False, **inputs)  # type: ignore[misc]
+            return self._forward_with_cache(given, use_cache, attention_mask, kwargs)
+        return super().forward(attention_mask=attention_mask, use_cache=False, **kwargs)  # type: ignore[misc]
 
     # torch.compile runs this as it is: the cache's counters change with every token, and traced code would be
     # compiled again for each of them.
@@ -291,7 +286,7 @@ class LeanKMixin:
 class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
     """A LeanK model with a language-modelling head."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
