@@ -151,7 +151,7 @@ class LeanKMixin:
         are wrong or missing raise a ValueError.
         """
         settings, constants, bases = read_settings(self.config), None, self.value_bases
-        if settings.has_constants:
+        if settings.has_constants or self.key_means is not None:
             find = load_part("model_constants").constants_of
             constants = find(self._pruned_attentions(), settings, self.key_means, bases)
         return cache_class(self.config)(self.config, prune, use_graphs, kv_dtype, constants, bases)

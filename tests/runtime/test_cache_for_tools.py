@@ -41,7 +41,6 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair):
     wider = prefilled(model_pair(WIDTHS, recent=9).leank)[0]
     double = prefilled(copy.deepcopy(model).double())[0]
     centred = copy.deepcopy(model)
-    centred.config.leank = {**centred.config.leank, "key_mean": True}
     centred.key_means = [torch.ones(1, 3, 16) for _ in model.model.layers]
     (pending,) = prefilled(model, [20], prune="deferred")
     for caches, message in (
