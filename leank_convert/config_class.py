@@ -46,13 +46,13 @@ def build_config(
 def state_rotary_dim(config: Mapping[str, object], architecture: Architecture) -> dict[str, Any]:
     """Copy a config.json and state its `rotary_dim` as `partial_rotary_factor`, too.
 
-    MiniMax-M2's has the first alone. transformers before 5.18 reads the second alone: it would rotate whole
-    heads.
+    MiniMax-M2's has the first alone. transformers before 5.18 reads the second alone: it rotates whole heads.
     """
     values = dict(config)
     rotated, head_dim = (values.get(key) for key in ("rotary_dim", "head_dim"))
-    if architecture.partial_rotary and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
-        values.setdefault("partial_rotary_factor", rotated / head_dim)
+    is_counted = isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0
+    if architecture.partial_rotary and is_counted and values.get("partial_rotary_factor") is None:
+        values["partial_rotary_factor"] = rotated / head_dim
     return values
 
 

@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
 _NUM_MEMORY = StoreTensors._fields.index("key_mean")  # behind what the memory is are constants
 
-_made: list[DecodeKernels] = []  # for copies of what holds some
+_made: list[DecodeKernels] = []  # so that a copy of what holds kernels finds them
 
 
 class DecodeKernels:

@@ -23,7 +23,7 @@ _LOCK = threading.Lock()  # models of one process may decode in threads of their
 def kernel_key(device: torch.device, dtype: torch.dtype, *, num_columns: int = 1, **shape: Any) -> KernelKey:
     """Return what kernels of a CUDA device are found by.
 
-    `num_columns` are the new tokens of a row, at most `MAX_DRAFT`; `shape` are other fields of the key.
+    `num_columns` are a row's new tokens, at most `MAX_DRAFT`; `shape` are the key's other fields.
     """
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())

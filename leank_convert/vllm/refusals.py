@@ -67,7 +67,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if (stages := parallel.pipeline_parallel_size) > 1 and ("layers" in block or has_drafter(vllm_config)):
         why = "a stage may have no layer that is pruned"
         if has_drafter(vllm_config):
-            why = "the last stage alone has the model that drafts, and its pages would lie otherwise"
+            why = "only the last stage has the model that drafts, so its pages would lie otherwise"
         yield f"--pipeline-parallel-size {stages}: {why}; use --tensor-parallel-size instead"
     load_format = vllm_config.load_config.load_format
     if load_format in _STATES and (wanted in FP8_NAMES or {"key_mean", "value_basis"} & block.keys()):

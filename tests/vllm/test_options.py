@@ -105,7 +105,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
             "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
         ({LEANK: SOME, STAGES: 2}, "--pipeline-parallel-size 2: a stage may have no layer that is pruned"),
-        ({DRAFTS: drafts(), STAGES: 2}, "--pipeline-parallel-size 2: the last stage alone has the model"),
+        ({DRAFTS: drafts(), STAGES: 2}, "--pipeline-parallel-size 2: only the last stage has the model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
