@@ -50,8 +50,8 @@ def state_rotary_dim(config: Mapping[str, object], architecture: Architecture) -
     """
     values = dict(config)
     rotated, head_dim = (values.get(key) for key in ("rotary_dim", "head_dim"))
-    is_counted = isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0
-    if architecture.partial_rotary and is_counted and values.get("partial_rotary_factor") is None:
+    is_missing = architecture.partial_rotary and values.get("partial_rotary_factor") is None
+    if is_missing and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0:
         values["partial_rotary_factor"] = rotated / head_dim
     return values
 
