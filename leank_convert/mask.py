@@ -282,7 +282,10 @@ def _load_safetensors(path: Path) -> ChannelMask:
     if header.metadata.get("format") != MASK_FORMAT:
         if len(header.tensors) != 1:
             names = ", ".join(f"`{name}`" for name in sorted(header.tensors)[:2])
-            raise LeanKError(f"mask `{path}` holds {len(header.tensors)} tensors ({names}), not one")
+            raise LeanKError(
+                f"mask `{path}` holds {len(header.tensors)} tensors ({names}), not one",
+                hint="a checkpoint goes by its folder",
+            )
         return ChannelMask(to_bool(load_stored(header, next(iter(header.tensors))), path))
     version = header.metadata.get("format_version")
     if version != str(MASK_FORMAT_VERSION):

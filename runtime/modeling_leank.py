@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from .adapter_leank import fits_heads
@@ -319,7 +316,10 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
         "__doc__": f"{stock.__name__}, decoding from a LeanK cache.",
         "config_class": config_class,
     }
-    made: type[PreTrainedModel] = type(name, (mixin, stock), fields)
+    bases: tuple[type, ...] = (mixin, stock)
+    if issubclass(stock, GenerationMixin):  # by itself: else transformers makes another class of this name,
+        bases += (GenerationMixin,)  # which cannot be pickled
+    made: type[PreTrainedModel] = type(name, bases, fields)
     globals()[name] = made
     return made
 
@@ -327,6 +327,6 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
 def _share_conversions(stock: Any, name: str, model_type: str) -> None:
     """Let weights be read and saved as the stock class does: transformers lays experts side by side."""
     for known, own in ((stock.__name__, name), (stock.config_class.model_type, model_type)):
-        conversions = get_checkpoint_conversion_mapping(known)  # type: ignore[no-untyped-call]
+        conversions = conversion_mapping.get_checkpoint_conversion_mapping(known)  # type: ignore[no-untyped-call]
         if conversions is not None:
-            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+            conversion_mapping.register_checkpoint_conversion_mapping(own, conversions, overwrite=True)

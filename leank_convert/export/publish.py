@@ -107,8 +107,8 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         )
     if replaces and not overwrite:
         raise LeanKError(
-            f"`{out}` already holds a checkpoint",
-            hint="name another folder; `leank-convert export --overwrite` replaces it",
+            f"`{out}` already holds an export",
+            hint="name another folder; `export` and `export-onnx` replace what is there by `--overwrite`",
         )
     refuse_mistakable(out)
     refuse_edited(out)

@@ -18,7 +18,7 @@ from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
 from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
-from leank_convert.hub import check_base_model, model_name, resolve_model
+from leank_convert.hub import check_base_model, is_hub_id, model_name, resolve_model
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
@@ -142,12 +142,9 @@ def refuse_overlap(folder: Path, out: Path) -> None:
 
 
 def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
-    """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
+    """Refuse, by a LeanKError, to replace what is there unless asked to, and a training's mask by another.
 
     A mean of keys or a pruned V may be added to one that has none: nothing of it is lost.
-
-    Raises:
-        LeanKError: If it would be replaced.
     """
     check_replaceable(out, overwrite=overwrite)
     kept = out / MASK_FILE_NAME
@@ -227,6 +224,8 @@ def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
     if mask is None and path is None:
         path = find_packaged(model, pruning_ratio)
     if path is None:
+        if not is_hub_id(str(model)):  # that it is no model is told first
+            open_source(model, out, None)
         raise LeanKError(
             f"no mask for `{model}`: none given, none of a training run in `{out}`, none in its recipe, "
             "none packaged for it",

@@ -78,15 +78,13 @@ class TrainingDirectory:
         if resume and not recipe.trains:
             raise LeanKError(
                 f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
-                hint="leave `--resume` out: the method begins anew, in seconds to minutes",
+                hint="leave `--resume` out, and name a folder without a run: it takes seconds to minutes",
             )
         found = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
         if not resume and found - {LOCK_NAME}:
             raise LeanKError(
                 f"`{self.folder}` already holds a training run",
-                hint="go on with it by `--resume`, or train into another folder"
-                if recipe.trains
-                else "choose another folder; `leank-convert export` makes a checkpoint of the mask in it",
+                hint="choose another folder" + (", or go on with it by `--resume`" if recipe.trains else ""),
             )
 
     def results(self, recipe: Recipe) -> dict[float, TrainingDirectory]:

@@ -105,8 +105,8 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(exported, copy_
     for model, out, options, message in (
         (quantized, tmp_path / "new", [], "without a `quant_method`"),
         (MODEL_DIR, MODEL_DIR / "out", [], "overlaps"),
-        ("testbed", made, [], "already holds a checkpoint"),  # that no run made
-        ("testbed", made, ["--resume"], "already holds a checkpoint"),
+        ("testbed", made, [], "already holds an export"),  # that no run made
+        ("testbed", made, ["--resume"], "already holds an export"),
         ("testbed", foreign, [], "`thesis.tex`"),
     ):
         assert message in rejected("train", model, "-o", out, "--recipe", "quickstart", *options)

@@ -120,7 +120,7 @@ def test_what_no_mask_would_help_is_known_before_there_is_one(source_model, tmp_
     refused("overlaps the source", source / "inside")
     refused("the weights fix this key", config_overrides={"hidden_size": 3})
     export_checkpoint(source, fitting_mask(source), out)
-    refused("already holds a checkpoint")
+    refused("already holds an export")
     check_exportable(source, out, overwrite=True)
     edit_json(source / "config.json", sliding_window=64, model_type="mistral")
     refused("sliding window", overwrite=True)

@@ -35,7 +35,7 @@ OLD = {"config.json": '{"leank": "old"}'}
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
     out = write(tmp_path / "out", config_json='{"leank": "old"}', leank__log="a")
-    with refusal("already holds a checkpoint", "--overwrite"):
+    with refusal("already holds an export", "--overwrite"):
         stage(out)
     assert content(out) == {**OLD, "leank/log": "a"}
     stage(out, overwrite=True)
