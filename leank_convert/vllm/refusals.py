@@ -93,6 +93,8 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             yield f"--{option.replace('_', '-')} {size}: use --tensor-parallel-size instead"
     if parallel.use_ubatching:
         yield "--enable-dbo, or --ubatch-size: halves of a batch are not told their prompts' lengths"
+    if vllm_config.weight_transfer_config is not None:
+        yield "--weight-transfer-config: the original's heads are in another order; export what was trained"
     attention = vllm_config.attention_config
     if attention.backend is not None:
         yield f"--attention-backend {attention.backend.name} reads another cache; leave it out"
@@ -123,9 +125,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     found = version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
     if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:
-        yield (
-            f'tilelang {found} cannot compile the decode kernels: pip install --no-deps "tilelang==0.1.15"'
-        )
+        yield f'tilelang {found} cannot compile the kernels: pip install --no-deps "tilelang==0.1.15"'
     if vllm_config.model_config.attention_chunk_size is not None:
         yield "`attention_chunk_size` in config.json: only full attention can be pruned"
 

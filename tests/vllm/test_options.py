@@ -18,7 +18,7 @@ NO_HYBRID, STAGES = (
 )
 OWN_SIZE, PARSER = "cache_config__user_specified_block_size", "structured_outputs_config__reasoning_parser"
 KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
-DRAFTS, TRANSFER = "speculative_config", "kv_transfer_config"
+DRAFTS, TRANSFER, WEIGHTS = "speculative_config", "kv_transfer_config", "weight_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
 NGRAM = SimpleNamespace(method="ngram")
 
@@ -44,7 +44,7 @@ def options(**changes):
         ),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
-        **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
+        **dict.fromkeys((DRAFTS, TRANSFER, WEIGHTS, "lora_config", "quant_config")),
     )
     for path, value in changes.items():
         *parents, name = path.split("__")
@@ -78,6 +78,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({LEANK: {"kv_dtype": "fp8"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16"),
         ({FORMAT: "sharded_state", LEANK: {"key_mean": True}}, "sharded_state: such files lack the mean of"),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+        ({WEIGHTS: SimpleNamespace(backend="nccl")}, "--weight-transfer-config"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({NO_HYBRID: True}, "--disable-hybrid-kv-cache-manager"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
@@ -116,7 +117,6 @@ def test_what_is_not_supported_is_named(changes, named):
 
 
 def test_what_is_supported_passes():
-    check_options(options())
     check_options(options(speculative_config=NGRAM, parallel_config__pipeline_parallel_size=2))
     check_options(options(speculative_config=drafts()))
     check_options(options(kv_transfer_config=transfer()))
@@ -139,7 +139,7 @@ def test_a_checkpoint_with_scales_is_served_by_them_unless_another_dtype_is_aske
 
 def test_kernels_that_cannot_be_compiled_are_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(refusals, "version_of", lambda package: "0.1.12")
-    with pytest.raises(ValueError, match=r"tilelang 0\.1\.12 cannot compile the decode kernels: pip install"):
+    with pytest.raises(ValueError, match=r"tilelang 0\.1\.12 cannot compile the kernels: pip install"):
         check_options(options())
     check_options(options(device_config__device_type="cpu"))
     for found in ("0.1.15", "0.2.0", "0.1.16+cuda", None):
