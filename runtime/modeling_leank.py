@@ -316,9 +316,8 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
         "__doc__": f"{stock.__name__}, decoding from a LeanK cache.",
         "config_class": config_class,
     }
-    bases: tuple[type, ...] = (mixin, stock)
-    if issubclass(stock, GenerationMixin):  # by itself: else transformers makes another class of this name,
-        bases += (GenerationMixin,)  # which cannot be pickled
+    # With this base of its own: else transformers makes another class of this name, which cannot be pickled.
+    bases = (mixin, stock, GenerationMixin) if issubclass(stock, GenerationMixin) else (mixin, stock)
     made: type[PreTrainedModel] = type(name, bases, fields)
     globals()[name] = made
     return made

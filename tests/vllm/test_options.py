@@ -12,10 +12,8 @@ from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 FLASH = SimpleNamespace(name="FLASH_ATTN")
 LEANK, CACHE, DTYPE = "model_config__hf_config__leank", "cache_config__cache_dtype", "model_config__dtype"
 MODEL_TYPE, LAYER_TYPES = (f"model_config__hf_config__{key}" for key in ("model_type", "layer_types"))
-NO_HYBRID, STAGES = (
-    "scheduler_config__disable_hybrid_kv_cache_manager",
-    "parallel_config__pipeline_parallel_size",
-)
+NO_HYBRID = "scheduler_config__disable_hybrid_kv_cache_manager"
+STAGES = "parallel_config__pipeline_parallel_size"
 OWN_SIZE, PARSER = "cache_config__user_specified_block_size", "structured_outputs_config__reasoning_parser"
 KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
 DRAFTS, TRANSFER, WEIGHTS = "speculative_config", "kv_transfer_config", "weight_transfer_config"
@@ -117,6 +115,7 @@ def test_what_is_not_supported_is_named(changes, named):
 
 
 def test_what_is_supported_passes():
+    check_options(options())
     check_options(options(speculative_config=NGRAM, parallel_config__pipeline_parallel_size=2))
     check_options(options(speculative_config=drafts()))
     check_options(options(kv_transfer_config=transfer()))

@@ -36,6 +36,7 @@ REFUSED = {
     "inspect llama-3.1-8b-instruct --memory 40": "`40` is no amount of memory such as 40GiB or 1.5GB",
     "inspect llama-3.1-8b-instruct --memory 40GiB --tokens 0": "0 is not in the range",
     "inspect llama-3.1-8b-instruct --tokens 8192": "--tokens goes with --memory",
+    "export owner/unknown -o OUT": "no mask for `owner/unknown`",
     "export ./unknown -o OUT": "model folder `./unknown` does not exist",
     f"{EXPORT} --mask m.npy": "exclude each other",
     f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: this export reads",
