@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import replace
 from functools import cached_property
@@ -9,9 +10,20 @@ from typing import Any
 
 import torch
 
-from .kernel_key_leank import BLOCK, LANES, MAX_PARTS, TILE, KernelKey, Product, num_parts, plan_tiles
+from .kernel_key_leank import (
+    BLOCK,
+    LANES,
+    MAX_PARTS,
+    TILE,
+    TURN_QUERIES,
+    KernelKey,
+    Product,
+    num_parts,
+    parts_of_turn,
+    plan_tiles,
+)
 from .parts_leank import load_part
-from .stored_leank import StoreTensors
+from .stored_leank import StoredRow, StoreTensors
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
@@ -25,6 +37,7 @@ class DecodeKernels:
 
     Attributes:
         arch: What they are compiled for, as compilers spell it.
+        attends_turns: Whether there is a kernel for attention to turns.
     """
 
     plan = staticmethod(plan_tiles)
@@ -42,7 +55,7 @@ class DecodeKernels:
         from .kernel_leank import compile_kernels
         from .kernel_merge_leank import merge_parts
         from .kernel_product_leank import STEPS, product
-        from .kernel_turn_leank import copy_row
+        from .kernel_turn_leank import attend_turn, copy_rows
 
         self.key = key
         self.generic = generic
@@ -56,20 +69,29 @@ class DecodeKernels:
         # Without the "a" the compiler silently leaves out wgmma.
         self.arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
-        attention = hopper_attention if by_tma else generic_attention
+        by_hand = [hopper_attention(shape)] if by_tma else []
+        self.attends_turns = by_tma and key.has_glue and key.head_dim in (64, 128)
+        if self.attends_turns:
+            by_hand.append(attend_turn(shape, per_block))
         others = [merge_parts, append_tokens]
         if key.has_glue:
-            others += [rope_append, add_norm, silu_mul, copy_row]
+            others += [rope_append, add_norm, silu_mul]
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
+        if key.has_glue:
+            functions.append(copy_rows(shape, for_kernel=self.attends_turns))
         # Other GPUs take the library's products.
         self._steps = STEPS if hopper and key.has_glue else {}
         functions += [product(shape.query_type, tokens) for tokens in self._steps]
-        self._attention, self._merge, self._append, *glue = compile_kernels(
-            [attention(shape), *functions], self.arch, has_barriers=by_tma
-        )
+        if not by_tma:
+            functions.insert(0, generic_attention(shape))
+        kernels = iter(compile_kernels(by_hand, functions, self.arch))
+        self._attention = next(kernels)
+        if self.attends_turns:
+            self._attend_turn = next(kernels)
+        self._merge, self._append = next(kernels), next(kernels)
         if key.has_glue:
-            self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
-        self._products = dict(zip(self._steps, glue, strict=True))
+            self._rope_append, self._add_norm, self._silu_mul, self._copy_rows = itertools.islice(kernels, 4)
+        self._products = dict(zip(self._steps, kernels, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         _made.append(self)
 
@@ -197,25 +219,65 @@ class DecodeKernels:
                 self._merge(store.head_table, plan, *results)
         return output
 
-    def copy_row(
-        self,
-        store: StoreTensors,
-        span: tuple[int, int, int],
-        sink_size: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Copy a row for dense attention: K, zeros where channels are pruned, and V.
+    def copy_rows(
+        self, first: StoredRow, new_keys: torch.Tensor, new_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy rows for dense attention: K and V of heads that see pruned tokens `[R, n, heads, D]` each.
+
+        Where channels are pruned they are zero. Where kernels attend to turns, it is what these read instead.
 
         Args:
-            store: What is stored, in pages of `TILE` tokens.
-            span: The row, its tokens, pruned ones among them.
-            sink_size: Tokens at the front that are never pruned.
-            keys: Where K of heads that see pruned tokens goes `[tokens or more, heads, D]`, contiguous.
-            values: Where their V goes.
+            first: The first of R rows that hold equally many tokens, in pages of `TILE`.
+            new_keys: What comes behind these `[R, H_kv, d, D]`.
+            new_values: `[R, H_kv, d, D]`.
         """
+        num_rows, all_heads, num_columns, head_dim = new_keys.shape
+        num_heads, width = len(first.layout.value_heads), head_dim
+        if self.attends_turns:
+            num_heads, width = all_heads, self.key.max_chunks * self.key.chunk_size
+        size = num_rows, first.length + num_columns, num_heads
+        keys, values = new_keys.new_empty(*size, width), new_values.new_empty(*size, head_dim)
+        new = new_keys.contiguous(), new_values.contiguous()
+        span = first.row, first.pruned, first.sink_size
         with torch.cuda.device(keys.device):
-            self._copy_row(*self.arguments(store), keys, values, *span, sink_size)
+            self._copy_rows(*self.arguments(first.store), *new, keys, values, *span)
+        return keys, values
+
+    def attend_turn(
+        self,
+        query: torch.Tensor,
+        new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+        first: StoredRow,
+        *,
+        softmax_scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to what rows hold, and causally to new tokens that are not stored yet: `[R, H, d, D]`.
+
+        Args:
+            query: `[R, H, d, D]`.
+            new_keys: As they will be stored `[R, H_kv, d, D]`.
+            new_values: `[R, H_kv, d, D]`.
+            first: As in `copy_rows`.
+            softmax_scale: Factor on the logits.
+            sinks: As `sinks_beside` gives them `[R or 1, H, d or 1]`.
+        """
+        keys, values = self.copy_rows(first, new_keys, new_values)
+        query = query.contiguous()
+        num_blocks = -(-query.shape[2] * self.key.num_groups // TURN_QUERIES) * keys.shape[2] * len(query)
+        num_parts = parts_of_turn(num_blocks, keys.shape[1], self._num_multiprocessors)
+        parts = query.new_empty(num_parts, *query.shape, dtype=torch.float32)
+        lse = query.new_empty(num_parts, *query.shape[:3], dtype=torch.float32)
+        target = first.store.chunk_index, first.store.head_table, parts, lse
+        span = first.row, first.pruned, first.sink_size
+        with torch.cuda.device(query.device):
+            self._attend_turn(query, keys, values, *target, *span, softmax_scale * _LOG2_E)
+        if sinks is not None:
+            lse = torch.cat([lse, sinks.expand_as(lse[:1])])
+        if len(lse) == 1:
+            return parts[0].to(query.dtype)
+        return (parts * lse.softmax(dim=0)[:num_parts, ..., None]).sum(dim=0).to(query.dtype)
 
     def rope_append(
         self,

@@ -24,6 +24,9 @@ BLOCK = 64
 MAX_PARTS = 4
 """Most parts of such a block."""
 
+TURN_QUERIES, TURN_TOKENS = 128, 128
+"""Queries of a KV head that a block of a turn's attention takes, and tokens that it takes at once."""
+
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)
 
@@ -148,3 +151,15 @@ class Product:
 def num_parts(steps: int, stretch: int) -> int:
     """Return in how many parts a block of so many steps can lie."""
     return steps // stretch if steps % stretch == 0 else -(-(steps - 1) // stretch) + 1
+
+
+def parts_of_turn(blocks: int, tokens: int, num_multiprocessors: int) -> int:
+    """Return among how many blocks to share the tokens of each of a turn's, so that all end together.
+
+    A multiprocessor holds one; a part more is to be read once more.
+    """
+    most = min(8, -(-tokens // TURN_TOKENS))
+    return min(
+        range(1, most + 1),
+        key=lambda parts: -(-blocks * parts // num_multiprocessors) / parts + 0.02 * parts,
+    )

@@ -356,23 +356,23 @@ def store_segment(
             lse[program, part, j] = T.log2(sums[j]) + top[j]
 
 
-def compile_kernels(functions: list[Any], arch: str, *, has_barriers: bool) -> list[Any]:
+def compile_kernels(by_hand: list[Any], others: list[Any], arch: str) -> list[Any]:
     """Compile, or load from TileLang's cache on disk.
 
     TileLang's bounds checks are off: all loads stay within bounds, and the checks keep them from overlapping
     (the merge takes three times as long with them).
 
     Args:
-        functions: TileLang functions.
+        by_hand: TileLang functions that have all barriers that they need, so that none are added.
+        others: Those that have not.
         arch: Compute capability, `sm_90a`.
-        has_barriers: Whether the first function has all barriers that it needs, so that none are added.
     """
-    keys = tilelang.PassConfigKey
+    keys, functions = tilelang.PassConfigKey, [*by_hand, *others]
 
     def compiled(place: int) -> Any:
         # Warp specialisation is written out where it is wanted.
         configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True, keys.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-        if has_barriers and not place:
+        if place < len(by_hand):
             configs[keys.TL_DISABLE_THREAD_STORAGE_SYNC] = True
         target = {"kind": "cuda", "arch": arch}
         return tilelang.compile(functions[place], target=target, pass_configs=configs)

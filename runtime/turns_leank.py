@@ -1,21 +1,23 @@
 """Multi-token attention over a pruned cache: turns of a conversation, chunks of input.
 
 A channel that is pruned adds nothing to a score. So K with zeros in its place, and the new tokens behind, are
-all that dense attention needs to give what the pruned cache means: torch's flash attention does the work.
-Some rows are copied at a time, so that little of a layer is held twice; by a kernel where there is one. Heads
-of width 0 see whole tokens alone, which are few.
+all that dense attention needs to give what the pruned cache means. Some rows are copied at a time, so that
+little of a layer is held twice; by a kernel where there is one. On Hopper another kernel attends, which reads
+of pruned tokens what is kept alone. Elsewhere torch's flash attention does, once for heads of width 0, which
+see whole tokens alone, and once for the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import KERNEL_DTYPES
-from .layout_leank import Heads, head_index
+from .layout_leank import head_index
 from .parts_leank import load_part
 from .step_leank import Append
 from .store_leank import ChunkStore
@@ -57,20 +59,18 @@ def attend_turn(
             StoredRow(memory, layout, row, *stored[row], append.sink_size)
             for row in range(rows.start, rows.stop)
         ]
-        attended = torch.zeros_like(columns)
         beside = None
         if sinks is not None:
             own = memory.constants.take(torch.arange(rows.start, rows.stop, device=query.device))
             beside = load_part("sinks").sinks_beside(
                 columns.flatten(1, 2), sinks, own.key_mean, softmax_scale
             )
-            beside = beside.view(len(beside), len(layout.widths), -1, beside.shape[2])
-        for heads, dense_keys, dense_values in with_new(cached, keys, values, kernels):
-            own_sinks = None if beside is None else beside[:, heads].flatten(1, 2)
-            attended[:, heads] = _attend(
-                columns[:, heads], dense_keys, dense_values, softmax_scale, own_sinks
-            )
-        output[rows][..., real, :] = attended
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "sinks": beside}
+        if kernels is not None and kernels.attends_turns:
+            attended = kernels.attend_turn(columns.flatten(1, 2), keys, values, cached[0], **options)
+        else:
+            attended = _attend_by_torch(cached, columns, keys, values, kernels, **options)
+        output[rows][..., real, :] = attended.view(columns.shape)
     return output.flatten(1, 2).to(query.dtype)
 
 
@@ -82,6 +82,38 @@ def _alike(stored: Sequence[tuple[int, int]], new_valid: torch.Tensor | None) ->
         if ends or (stop + 1 - start) * stored[start][0] > _MAX_TOKENS:
             yield slice(start, stop)
             start = stop
+
+
+def _attend_by_torch(
+    cached: Sequence[StoredRow],
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    kernels: DecodeKernels | None,
+    *,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with queries `[R, H_kv, G, d, D]` to what R rows hold, equally many tokens, and to new ones.
+
+    New keys and values are `[R, H_kv, d, D]`, sinks as `sinks_beside` gives them, `[R or 1, H, d or 1]`.
+    """
+    attended, layout = torch.empty_like(query), cached[0].layout
+    if sinks is not None:
+        sinks = sinks.view(len(sinks), query.shape[1], -1, sinks.shape[2])
+    for heads in filter(None, (layout.value_heads, layout.window_heads)):
+        select = head_index(heads)
+        if kernels is not None and heads is layout.value_heads:
+            keys, values = kernels.copy_rows(cached[0], new_keys, new_values)
+        else:
+            rows = zip(*(row.seen_by(heads, new_keys.dtype) for row in cached), strict=True)
+            keys, values = (
+                torch.cat([torch.stack(held), new[:, select].transpose(1, 2)], dim=1)
+                for held, new in zip(rows, (new_keys, new_values), strict=True)
+            )
+        own_sinks = None if sinks is None else sinks[:, select].flatten(1, 2)
+        attended[:, select] = _attend(query[:, select], keys, values, softmax_scale, own_sinks)
+    return attended
 
 
 def _attend(
@@ -107,34 +139,3 @@ def _attend(
     attend = torch.nn.functional.scaled_dot_product_attention
     attended = attend(*states, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
     return attended[..., : query.shape[4]].reshape(query.shape)
-
-
-def with_new(
-    cached: Sequence[StoredRow],
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    kernels: DecodeKernels | None,
-) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
-    """Yield heads, and K and V of all tokens that these see, new ones last, `[R, n, heads, D]` each.
-
-    The R cached rows have equally many tokens; new keys and values are `[R, H_kv, d, D]`.
-    """
-    layout = cached[0].layout
-    for heads in (layout.value_heads, layout.window_heads):
-        if not heads:
-            continue
-        select = head_index(heads)
-        num_stored = cached[0].length if heads is layout.value_heads else len(cached[0].whole)
-        added = [states[:, select].transpose(1, 2) for states in (new_keys, new_values)]
-        size = (len(cached), num_stored + new_keys.shape[2], *added[0].shape[2:])
-        keys, values = new_keys.new_empty(size), new_values.new_empty(size)
-        for row, row_keys, row_values in zip(cached, keys, values, strict=True):
-            if not num_stored:
-                break  # a kernel cannot be launched for nothing
-            if kernels is not None and heads is layout.value_heads:
-                span = (row.row, row.length, row.pruned)
-                kernels.copy_row(row.store, span, row.sink_size, row_keys, row_values)
-            else:
-                row_keys[:num_stored], row_values[:num_stored] = row.seen_by(heads, keys.dtype)
-        keys[:, num_stored:], values[:, num_stored:] = added
-        yield select, keys, values

@@ -31,7 +31,7 @@ VECTOR = 8
 def compile_page_kernels(key: KernelKey, arch: str) -> list[Any]:
     """Compile both kernels beside decode kernels, or load them from TileLang's cache on disk."""
     shape = KernelShape(**vars(key))
-    return compile_kernels([append_slots(shape), gather_rows(shape)], arch, has_barriers=False)
+    return compile_kernels([], [append_slots(shape), gather_rows(shape)], arch)
 
 
 def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: bool) -> Any:

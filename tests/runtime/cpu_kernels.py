@@ -1,15 +1,18 @@
 """The kernels compiled for TileLang's CPU target."""
 
 import functools
+import itertools
+import math
 
 import tilelang
+import torch
 
 from runtime.decode_kernels_leank import DecodeKernels
 from runtime.kernel_generic_leank import generic_attention
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
 from runtime.kernel_merge_leank import merge_parts
 from runtime.kernel_product_leank import STEPS, product
-from runtime.kernel_turn_leank import copy_row
+from runtime.kernel_turn_leank import copy_rows
 
 NAMES = {merge_parts: "merge", append_tokens: "append"}
 
@@ -19,12 +22,51 @@ class CpuKernels(DecodeKernels):
 
     def __init__(self, shape, num_programs):
         self.key = shape
-        self.num_programs, self._plan = num_programs, None
+        self.num_programs, self._plan, self.attends_turns = num_programs, None, False
         self._attention = compiled_when_called(generic_attention, shape)
-        for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row):
+        for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_rows):
             setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
         self._products = {8: compiled_when_called(product, "float32", 8)}
         self._steps, self._num_multiprocessors = STEPS, num_programs
+
+
+class TurnKernels(CpuKernels):
+    """Copies as for the kernel that attends to turns, for which plain torch stands in."""
+
+    def __init__(self, shape):
+        super().__init__(shape, 1)
+        self.attends_turns = True
+        self._copy_rows = compiled_when_called(copy_for_kernel, shape)
+
+    def _attend_turn(self, query, keys, values, index, table, parts, lse, first, pruned, sink_size, scale):
+        """Read of tiles of 128 pruned tokens what heads keep, of heads of width 0 nothing."""
+        num_rows, num_tokens, num_heads, _ = keys.shape
+        num_groups, columns, head_dim = query.shape[1] // num_heads, *query.shape[2:]
+        token = torch.arange(num_tokens)
+        tile = token // 128 * 128
+        in_tile = (tile >= sink_size) & (tile + 128 <= sink_size + pruned)
+        whole = (token < sink_size) | (token >= sink_size + pruned)
+        causal = token <= num_tokens - columns + torch.arange(columns)[:, None]
+        for row, head in itertools.product(range(num_rows), range(num_heads)):
+            kept, num_kept, _, dropped, num_dropped = table[head, :5].tolist()
+            dropped += int(table[-1, 0])
+            lanes = index[first + row if len(index) > 1 else 0]
+            lanes = torch.cat(
+                [lanes[kept : kept + num_kept], lanes[dropped : dropped + num_dropped]]
+            ).flatten()
+            heads = slice(head * num_groups, (head + 1) * num_groups)
+            own = query[row, heads][:, :, lanes.clamp(min=0) % head_dim] * (lanes >= 0)
+            read = keys[row, :, head, : len(lanes)].clone()
+            read[in_tile, num_kept * index.shape[2] :] = 0
+            seen = causal & (whole | (num_kept > 0))
+            read[~seen.any(0)] = 0
+            held = torch.where(seen.any(0)[:, None], values[row, :, head], 0)
+            scores = (own @ read.T * scale * math.log(2)).masked_fill(~seen, -math.inf)
+            parts[0, row, heads], lse[0, row, heads] = scores.softmax(-1) @ held, scores.logsumexp(-1)
+
+
+def copy_for_kernel(shape, cpu):
+    return copy_rows(shape, cpu, for_kernel=True)
 
 
 def compiled_when_called(make, *arguments):

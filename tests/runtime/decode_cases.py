@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from runtime.kernel_key_leank import TILE
 from runtime.layout_leank import ChunkLayout, cut_layers, order_channels
 from runtime.reference_leank import attend_naively
 from runtime.stored_leank import StoreTensors
+from runtime.turns_leank import attend_turn
 from tests.runtime.stand_ins import PlainKernels
 
 
@@ -193,6 +196,16 @@ def make_case(
         pruned=pruned.to(device, torch.int32),
         sinks=random(num_heads * num_groups) if has_sinks else None,
     )
+
+
+def run_turn(kernels: DecodeKernels | None, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
+    """Attend to stored tokens, and to new ones that are not stored yet; None is plain torch."""
+    spans = torch.stack([case.seen[:, -1] - case.seen.shape[1], case.pruned[:, 0]], 1).tolist()
+    store: Any = SimpleNamespace(tensors=case.store, layout=case.layout)
+    columns = SimpleNamespace(spans=spans)
+    append: Any = SimpleNamespace(valid=case.valid, sink_size=case.sink_size, columns=columns)
+    new = case.store.rounded(case.keys, case.values, case.layout)
+    return attend_turn(case.query, *new, store, append, softmax_scale, case.sinks, kernels)
 
 
 def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:

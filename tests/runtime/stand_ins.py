@@ -1,5 +1,6 @@
 """What stands in for a GPU: graphs that record operations, and the kernels' interface in plain torch."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,8 +150,19 @@ class PlainKernels:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
-    def copy_row(self, store, span, sink_size, keys, values):
-        row, length, pruned = span
+    attends_turns = False
+
+    def copy_rows(self, first, new_keys, new_values):
+        size = len(new_keys), first.length + new_keys.shape[2], len(first.layout.value_heads), self.head_dim
+        keys, values = new_keys.new_empty(size), new_values.new_empty(size)
+        for row in range(len(keys)):
+            self.copy_row(replace(first, row=first.row + row), keys[row], values[row])
+        for states, new in ((keys, new_keys), (values, new_values)):
+            states[:, first.length :] = new[:, first.layout.value_heads].transpose(1, 2)
+        return keys, values
+
+    def copy_row(self, held, keys, values):
+        store, row, length, pruned, sink_size = held.store, held.row, held.length, held.pruned, held.sink_size
         token, size = torch.arange(length), store.kept_keys.shape[2]
         page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
         whole = (token < sink_size) | (token >= sink_size + pruned)

@@ -41,7 +41,7 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
 @pytest.mark.parametrize(
     ("generation", "instructions", "num_kernels", "num_overlapping", "change"),
     [
-        ((9, 0), ("wgmma_ss", "tma_load"), 11, 9, {}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 12, 9, {}),
         ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 64}),
         ((9, 0), ("wgmma_rs", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 32, "cache_dtype": FP8}),
         ((8, 0), ("mma", "cp_async_gs"), 7, 0, {"value_chunk": 64}),

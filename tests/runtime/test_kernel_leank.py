@@ -15,8 +15,8 @@ from runtime.fp8_leank import FP8
 from runtime.kernel_leank import KernelShape
 from runtime.layout_leank import order_channels
 from runtime.self_check_leank import disagreement, in_parts
-from tests.runtime.cpu_kernels import CpuKernels
-from tests.runtime.decode_cases import make_case, run_case
+from tests.runtime.cpu_kernels import CpuKernels, TurnKernels
+from tests.runtime.decode_cases import make_case, run_case, run_turn
 from tests.tiny_families import random_mask
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
@@ -169,6 +169,30 @@ def test_rows_that_keep_channels_of_their_own():
     hold(case, 16)
 
 
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch attends", "a kernel attends"])
+@pytest.mark.parametrize(
+    ("widths", "change"),
+    [
+        ((0, 16, 32, 64), {}),
+        ((1, 63, 17), {"cache_dtype": FP8}),
+        ((0, 0), {"has_sinks": True}),
+        ((0, 32, 64), {"value_widths": (0, 32, 0)}),
+    ],
+    ids=str,
+)
+def test_turns(widths, change, by_torch):
+    stored = [(0, 0), (1, 0), (70, 0), (200, 192), (300, 262), (300, 262), (500, 413)]
+    for columns in (2, 70):
+        case = case_of(
+            widths, [(columns + held, pruned) for held, pruned in stored], columns=columns, **change
+        )
+        options = {"value_chunk": 32} if "value_widths" in change else {}
+        options |= {name: change[name] for name in ("cache_dtype", "has_sinks") if name in change}
+        kernels = on_cpu(1, **options)
+        ours = run_turn(kernels if by_torch else TurnKernels(kernels.key), case, SCALE)
+        case.check(ours, SCALE)
+
+
 def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_plan():
     case, kernels = case_of((16, 40), ROWS), on_cpu(4)
     launched = []
@@ -189,7 +213,7 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(cac
 
 
 @pytest.mark.parametrize(
-    "name", ["_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row", "_products"]
+    "name", ["_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_rows", "_products"]
 )
 def test_the_check_on_first_use_notices_every_kernel(name):
     kernels = on_cpu(4)

@@ -18,7 +18,7 @@ from runtime.fp8_leank import FP8  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
 from runtime.layout_leank import cut_layers  # noqa: E402
 from runtime.self_check_leank import disagreement  # noqa: E402
-from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
+from tests.runtime.decode_cases import make_case, run_case, run_turn  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -172,6 +172,29 @@ def test_padding_among_new_tokens(num_columns):
     valid[0] = False
     valid[1:, 0] |= ~valid[1:].any(1)
     check(random_mask(4, 128, 8, multiple=32), rows=rows, num_columns=num_columns, valid=valid.cuda())
+
+
+@pytest.mark.parametrize("num_columns", [33, 300])
+@pytest.mark.parametrize(
+    ("groups", "head_dim", "multiple", "change"),
+    [
+        (4, 128, 32, {}),
+        (7, 128, 1, {"dtype": torch.float16}),
+        (8, 64, 16, {"has_sinks": True}),
+        (16, 96, 32, {}),
+        (4, 128, 32, {"cache_dtype": FP8}),
+        (4, 128, 32, {"values": (0, 64, 128, 64, 0)}),
+    ],
+)
+def test_turns(groups, head_dim, multiple, change, num_columns):
+    stored = [(0, 0), (1, 0), (63, 0), (200, 0), (1300, 116), (1300, 116), (1301, 117), (5000, 3848)]
+    mask = random_mask(5, head_dim, 9, multiple)
+    mask[0] = False
+    rows = [(num_columns + tokens, pruned) for tokens, pruned in stored]
+    options = {name: change[name] for name in ("dtype", "cache_dtype", "values") if name in change}
+    kernels = kernels_for(mask, groups, **options)
+    assert kernels.attends_turns == (head_dim != 96)
+    check(mask, groups, rows=rows, num_columns=num_columns, run=run_turn, kernels=kernels, **change)
 
 
 def run_side_by_side(kernels, case, softmax_scale):

@@ -2,17 +2,14 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from leank_convert.vllm.attention import view_tables
-from runtime.constants_leank import centre
 from runtime.layout_leank import cut_layers
 from runtime.pruned_attention_leank import decode_attention
-from runtime.turns_leank import attend_turn
-from tests.runtime.decode_cases import make_case
+from tests.runtime.decode_cases import make_case, run_turn
 from tests.tiny_families import random_mask
 
 D, SINK, SCALE = 64, 3, 0.3
@@ -41,12 +38,7 @@ def in_store(case, loose=0):
 
 
 def in_turn(case, kernels=None):
-    """Attention to stored tokens, and to new ones that are not stored yet."""
-    spans = torch.stack([case.seen[:, -1] - case.seen.shape[1], case.pruned[:, 0]], 1).tolist()
-    store = SimpleNamespace(tensors=case.store, layout=case.layout)
-    append = SimpleNamespace(valid=case.valid, sink_size=SINK, columns=SimpleNamespace(spans=spans))
-    keys = centre(case.keys, case.store.key_mean[:, :, None])
-    return attend_turn(case.query, keys, case.values, store, append, SCALE, kernels=kernels)
+    return run_turn(kernels, case, SCALE)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +73,6 @@ def test_an_empty_row_and_a_nan_query_stay_in_their_row():
     broken = case.query.clone()
     broken[1] = math.nan
     case.check(in_store(replace(case, query=broken)), SCALE, rows=[0, 2])
-
-
-def test_no_kernel_is_launched_for_a_row_that_holds_nothing():
-    # No GPU takes a launch of no blocks. Without tokens a case is right without copies.
-    case = case_of((0, 16, 64), [(0, 0), (0, 0)], columns=4)
-    case.check(in_turn(case, kernels=object()), SCALE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
