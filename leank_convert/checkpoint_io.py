@@ -152,7 +152,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise LeanKError(f"`{folder}` does not exist")
     if not path.is_file():
-        hint = _other_layout_hint(folder) or "name the folder of a model in Hugging Face's layout"
+        hint = (
+            ratios_hint(folder)
+            or _other_layout_hint(folder)
+            or "name the folder of a model in Hugging Face's layout"
+        )
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
     config = read_json(path)
     config = read_text_part(config, path) or config
@@ -161,12 +165,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a converted checkpoint's config.json, and its `leank` block; LeanKError without one."""
+    hint = "make one with `leank-convert export`; `evaluate` and `evaluate-text` take a model beside `--mask`"
+    if not folder.exists():
+        raise LeanKError(f"`{folder}` does not exist, so it is no checkpoint", hint=hint)
     config = read_config(folder)
     leank = config.get("leank")
     if not isinstance(leank, dict):
         raise LeanKError(
-            f"`{folder}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
-            hint="make one with `leank-convert export`",
+            f"`{folder}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block", hint=hint
         )
     return config, leank
 
@@ -256,6 +262,12 @@ def refuse_adapter(folder: Path) -> None:
             f"`{folder / ADAPTER_NAME}`: transformers would load an adapter on top of the weights beside it",
             hint=f"{_ADAPTER_HINT}; if the weights have it in them already, remove that file",
         )
+
+
+def ratios_hint(folder: Path) -> str | None:
+    """Where the results of a run of several ratios lie, None for any other folder."""
+    named = " or ".join(f"`{path}`" for path in sorted(folder.glob("ratio-*")))
+    return f"it holds a run of several ratios: name {named}" if named else None
 
 
 def _other_layout_hint(folder: Path) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from leank_convert.device import choose_device, is_first_process
+from leank_convert.errors import LeanKError
 from leank_convert.evaluate.rounding import answer_rounded
 from leank_convert.export import CacheTrial, check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
@@ -19,7 +20,7 @@ from leank_convert.fields import Fields
 from leank_convert.files import user_path
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
-from leank_convert.mask import ChannelMask, check_of_keys
+from leank_convert.mask import ChannelMask, check_of_keys, load_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import MeasuredCache, measure_cache
 from leank_convert.recipe import Recipe
@@ -74,6 +75,12 @@ def convert_model(
         if not is_first_process():
             return []
         if mask_only:
+            for result in results:
+                if not torch.equal(load_mask(result.mask).channel_mask, masks[result.out].channel_mask):
+                    raise LeanKError(
+                        f"`{result.out}` holds a checkpoint of another mask, which was left as it is",
+                        hint="leave out `--mask-only`, or train into another folder",
+                    )
             return [result.mask for result in results]
         measured: dict[int, MeasuredCache] = {}
         if kv_dtype is not None:

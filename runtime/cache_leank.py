@@ -199,12 +199,11 @@ class LeanKCache(Cache):
             return
         if count > length:
             raise ValueError(f"crop of {count} tokens from a cache that holds {length}")
-        if count < length:
-            self._check_croppable()
-        self.rows.crop(count)
         if count == length:
             self.reset()
             return
+        self._check_croppable()
+        self.rows.crop(count)
         for layer in self.layers:
             layer.crop(-count)
 

@@ -109,6 +109,11 @@ class LeanKMixin:
         holds the mean of keys or a basis of V, without which answers are others, that raises a ValueError.
         """
         block = self.config.leank
+        if not self.config.model_type.startswith("leank_"):
+            raise ValueError(
+                "this model is pruned in memory alone: save it behind the `with` block of `prune_model`, "
+                "where it is the original again; `leank-convert export` writes a pruned checkpoint"
+            )
         files = dict(block.get("files", {}))
         if not carry_mask_file(self.config.name_or_path, block, Path(save_directory)):
             settings = read_settings(self.config)

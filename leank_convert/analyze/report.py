@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.checkpoint_io import CONFIG_NAME, ratios_hint, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
@@ -43,9 +43,8 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
         where = (
             f"`{artifact}` holds no `{MASK_FILE_NAME}`" if folder.is_dir() else f"`{artifact}` does not exist"
         )
-        raise LeanKError(
-            where, hint="name a mask file, the folder of a training run, or a converted checkpoint"
-        )
+        named = "name a mask file, the folder of a training run, or a converted checkpoint"
+        raise LeanKError(where, hint=ratios_hint(folder) or named)
     mask = load_mask(path)
     dtype = None
     if folder.is_dir() and (folder / CONFIG_NAME).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,12 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
-    if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
-        from leank_convert.export.adapter import check_adapter, convert_adapter
+    from leank_convert.export.adapter import check_adapter, convert_adapter, is_converted
 
-        check_adapter(adapter, out / "adapter")
+    # That of the checkpoint which is replaced fits its order of heads alone.
+    replaces = choices["overwrite"] and is_converted(out / "adapter")
+    if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
+        check_adapter(adapter, out / "adapter", replaces=replaces)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -87,6 +90,8 @@ def export(
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
+    if replaces:
+        shutil.rmtree(out / "adapter")
     if adapter is not None:
         click.echo(convert_adapter(adapter, out, out / "adapter"))
     finish_export(out, repo_id, private)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leank_convert.checkpoint_io import read_leank_config
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.names import WINDOW, check_names
 from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
@@ -108,6 +108,12 @@ def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[s
         yield (
             "`--recipe` and `--set` choose a recipe's data, and `--task` asks something else",
             "leave one of them out",
+        )
+    section = next((entry for entry in request.overrides if not entry.startswith("data")), None)
+    if section is not None:
+        yield (
+            f"`--set` {cut(section)} has no effect: of a recipe held-out samples take `data` alone",
+            "leave it out; windows and ratios are those of the checkpoint or of `--mask`",
         )
     if request.data is not None and (source not in _PUBLISHED or len(set(tasks)) > 1):
         listed = ", ".join(f"`{task}`" for task in tasks) or "no task"

@@ -91,10 +91,18 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     return out
 
 
-def check_adapter(adapter: str | Path, out: Path) -> tuple[dict[str, Any], SafetensorsHeader]:
+def is_converted(folder: Path) -> bool:
+    """Whether a folder holds an adapter that was converted for a checkpoint."""
+    path = folder / ADAPTER_WEIGHTS_NAME
+    return path.is_file() and "leank" in read_header(path).metadata
+
+
+def check_adapter(
+    adapter: str | Path, out: Path, *, replaces: bool = False
+) -> tuple[dict[str, Any], SafetensorsHeader]:
     """Check an adapter without its checkpoint, as `convert_adapter` does; return its settings and header."""
-    if check_folder(out).exists() and any(out.iterdir()):
-        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
+    if check_folder(out).exists() and any(out.iterdir()) and not replaces:
+        raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
     folder = resolve_model(adapter)
     settings = _read_settings(folder)
     header = read_header(folder / ADAPTER_WEIGHTS_NAME)

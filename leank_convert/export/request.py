@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, Checkpoint, open_checkpoint, read_config
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    TRAINING_FOLDER,
+    Checkpoint,
+    open_checkpoint,
+    ratios_hint,
+    read_config,
+)
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.export.foreign import is_export
@@ -214,7 +221,8 @@ def _find_mask(request: ExportRequest, recipe: Recipe | None) -> Path:
     if mask is None and is_trained:
         raise LeanKError(
             f"`{out}` holds a training run, but not its mask",
-            hint="pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
+            hint=ratios_hint(out)
+            or "pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
             "train … --resume`",
         )
     path = None if mask is None else resolve_mask(mask, pruning_ratio)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.fields import Fields
 from leank_convert.files import user_path
@@ -105,7 +106,7 @@ def train_masks(
     results = directory.results(chosen)
     with ExitStack() as stack:
         with join_ranks(device) as ranks:
-            ranks.on_first(lambda: _enter(stack, directory))
+            ranks.on_first(lambda: _enter(stack, directory, results.values()))
             saved = ranks.on_first(lambda: prepare(chosen, directory, ranks.num_ranks, resume=resume))
             if chosen.trains:
                 run = train(model, chosen, directory, ranks, saved, progress=progress)
@@ -127,9 +128,15 @@ def train_masks(
     return {result.out: masks[ratio] for ratio, result in results.items()}
 
 
-def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:
-    """Keep other runs out of the folder until the stack is left."""
+def _enter(stack: ExitStack, directory: TrainingDirectory, results: Iterable[TrainingDirectory]) -> None:
+    """Keep other runs out of the folder until the stack is left; LeanKError if a model lies there."""
     check_folder(directory.out)
+    for result in results:
+        if (result.out / CONFIG_NAME).exists() and "leank" not in read_config(result.out):
+            raise LeanKError(
+                f"`{result.out}` holds a model, beside which no mask is written",
+                hint="train into another folder",
+            )
     stack.enter_context(lock_training(directory.out))
 
 

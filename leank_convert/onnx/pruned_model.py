@@ -86,7 +86,8 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     if leank.get("kv_dtype") is not None:
         raise LeanKError(
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
-            hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
+            hint="make the graph of the model itself, with the checkpoint's mask by `--mask`, windows as "
+            "`inspect` shows them by `--sink-size`, `--recent-size` and `--flush-size`",
         )
     if VALUE_BASIS_KEY in leank:
         raise LeanKError(

@@ -1,5 +1,7 @@
 """A LoRA of the original, converted, does to a checkpoint what it does to the original."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -99,6 +101,11 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
     alone = convert_adapter(lora, checkpoint.folder, tmp_path / "alone")
     name = "adapter_model.safetensors"
     assert (out / "adapter" / name).read_bytes() == (alone / name).read_bytes()
+    done("export", checkpoint.source, *options, lora, "--overwrite")
+    assert (out / "adapter" / name).read_bytes() == (alone / name).read_bytes()
+    done("export", checkpoint.source, *options[:-1], "--overwrite")
+    assert not (out / "adapter").exists()  # it may not fit the new order of heads
+    shutil.copytree(lora, out / "adapter")
     assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
 
 

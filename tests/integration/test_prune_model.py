@@ -34,6 +34,8 @@ def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture,
     with prune_model(model, checkpoint.folder, **SIZES) as pruned:
         assert pruned is model
         assert tokens(model) == expected
+        with pytest.raises(ValueError, match="save it behind the `with` block"):
+            model.save_pretrained(checkpoint.folder / "saved")
     assert type(model).__name__ == row.causal_lm_class
     assert model.config.to_dict() == config
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

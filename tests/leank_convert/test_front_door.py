@@ -49,6 +49,7 @@ def test_importing_the_package_loads_no_library():
         ("export_checkpoint", ["testbed", None, "out"], {"overwrite": "no"}, "'no', neither true nor false"),
         ("train_mask", ["testbed", "out"], {"resume": "no"}, "'no', neither true nor false"),
         ("train_mask", ["testbed", 5], {}, "5 cannot be a path"),
+        ("train_mask", ["testbed", ""], {}, "it is empty"),
         (
             "evaluate_checkpoint",
             ["absent"],

@@ -92,10 +92,11 @@ def test_crop_into_the_pruned_region_is_refused_and_of_everything_leaves_an_empt
     assert cache.rows.lengths.tolist() == [14]
     with pytest.raises(ValueError, match="crop of 15 tokens from a cache that holds 14"):
         cache.crop(-15)
-    cache = feed(model, ids(1, 8))[CACHE]
-    cache.crop(-8)
-    assert cache.get_seq_length() == 0
-    assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
+    for length in (8, 20):
+        cache = feed(model, ids(1, length))[CACHE]
+        cache.crop(-length)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,9 @@ def test_mask_only_training_then_export_into_the_same_folder(tmp_path):
     done("export", MODEL_DIR, "-o", out)
     assert (out / "config.json").exists()
     assert (out / "leank" / "log.jsonl").exists()
+    done("export", "testbed", "-o", out, "--mask", "testbed-70-v50", "--overwrite")
+    told = rejected("train", "testbed", "-o", out, *settings, "--mask-only", "--resume")
+    assert f"`{out}` holds a checkpoint of another mask" in told
     told = rejected("train", "testbed", "-o", out, *settings)
     assert f"`{out / 'leank'}` already holds a training run" in told and "by `--resume`" in told
 
@@ -149,6 +152,8 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
     printed = done("train", "testbed", "-o", out, *options, *SHORT, *CALIBRATION)
     folders = [out / "ratio-0.5", out / "ratio-0.75"]
     assert printed == "".join(f"{folder}\n" for folder in folders)
+    for command in ("inspect", "analyze", "evaluate"):
+        assert f"name `{folders[0]}` or `{folders[1]}`" in rejected(command, out)
     for folder, ratio in zip(folders, (0.5, 0.75), strict=True):
         told = done("verify", folder, "--source", "testbed")
         assert "cache scales: 8 tensors, of " in told

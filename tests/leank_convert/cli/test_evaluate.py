@@ -118,6 +118,7 @@ REFUSED = [
     # They contradict each other.
     (["--task", "vt"], "`--task` and `--length` go together"),
     (["--task", "vt", "--length", 512, "--recipe", "quickstart"], "`--recipe` and `--set` choose"),
+    (["--set", "windows.recent_size=8"], "'windows.recent_size=8' has no effect"),
     (["--haystack", "x.txt"], "`--haystack` and `--questions` go with `--task`"),
     (["--task", "longbench", "--data", ".", "--questions", "y"], "`--haystack` and `--questions` go with"),
     (["--task", "longbench", "--data", ".", "--seed", 3], "`--seed` has no effect with `--data`"),

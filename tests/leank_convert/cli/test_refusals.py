@@ -141,7 +141,10 @@ def run_where(tmp_path):
         (["export", "testbed", "--set", "windows.sink_size=-1"], "`windows.sink_size` is -1"),
         (["export", "testbed", "--recipe", "absent.yaml"], "neither a file nor a packaged recipe"),
         (["evaluate", "absent"], "`absent"),
-        (["evaluate", "CHECKPOINT", "--recipe", "quickstart", "--set", "seed=x"], "`seed` is 'x'"),
+        (
+            ["evaluate", "CHECKPOINT", "--recipe", "quickstart", "--set", "data.max_length=x"],
+            "`data.max_length` is 'x'",
+        ),
     ],
 )
 def test_bad_recipes_and_options_are_refused_before_torch_is_imported(
