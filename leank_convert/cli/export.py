@@ -70,12 +70,13 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
-    from leank_convert.export.adapter import check_adapter, convert_adapter, is_converted
+    from leank_convert.checkpoint_io import read_leank_config
+    from leank_convert.export.adapter import check_adapter, convert_adapter, converted_for, order_of
 
-    # That of the checkpoint which is replaced fits its order of heads alone.
-    replaces = choices["overwrite"] and is_converted(out / "adapter")
+    earlier = out / "adapter"
+    made_for = converted_for(earlier) if choices["overwrite"] else None
     if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
-        check_adapter(adapter, out / "adapter", replaces=replaces)
+        check_adapter(adapter, earlier, replaces=made_for is not None)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -90,10 +91,11 @@ def export(
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
-    if replaces:
-        shutil.rmtree(out / "adapter")
+    if made_for is not None and (adapter is not None or made_for != order_of(read_leank_config(out)[1])):
+        shutil.rmtree(earlier)
+        click.echo(f"removed `{earlier}`, which was converted for the checkpoint before", err=True)
     if adapter is not None:
-        click.echo(convert_adapter(adapter, out, out / "adapter"))
+        click.echo(convert_adapter(adapter, out, earlier))
     finish_export(out, repo_id, private)
 
 

@@ -71,18 +71,13 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
     settings, header = check_adapter(adapter, out)
-    is_folded = VALUE_WIDTHS_KEY in leank and VALUE_BASIS_KEY not in leank
-    basis = _load_basis(origin, leank) if is_folded else None
+    basis = _load_basis(origin, leank) if _is_folded(leank) else None
     edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
-    made_for = {"head_permutation": leank["head_permutation"]}
-    if basis is not None:  # which is in that file
-        made_for["mask"] = leank["files"][MASK_FILE_NAME]
-    order = json.dumps(made_for, separators=(",", ":"))
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
         new = Path(partial) / "adapter"
         new.mkdir()
-        metadata = {**header.metadata, "format": "pt", "leank": order}
+        metadata = {**header.metadata, "format": "pt", "leank": order_of(leank)}
         write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata)
         sync_path(new / ADAPTER_WEIGHTS_NAME)
         settings["base_model_name_or_path"] = str(checkpoint)
@@ -91,10 +86,22 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
     return out
 
 
-def is_converted(folder: Path) -> bool:
-    """Whether a folder holds an adapter that was converted for a checkpoint."""
+def _is_folded(leank: Mapping[str, Any]) -> bool:
+    return VALUE_WIDTHS_KEY in leank and VALUE_BASIS_KEY not in leank
+
+
+def order_of(leank: Mapping[str, Any]) -> str:
+    """What an adapter is converted for: the order of heads of a `leank` block, and the basis of V."""
+    made_for = {"head_permutation": leank["head_permutation"]}
+    if _is_folded(leank):  # the basis is in that file
+        made_for["mask"] = leank["files"][MASK_FILE_NAME]
+    return json.dumps(made_for, separators=(",", ":"))
+
+
+def converted_for(folder: Path) -> str | None:
+    """What the adapter in a folder was converted for, see `order_of`; None if there is none."""
     path = folder / ADAPTER_WEIGHTS_NAME
-    return path.is_file() and "leank" in read_header(path).metadata
+    return read_header(path).metadata.get("leank") if path.is_file() else None
 
 
 def check_adapter(

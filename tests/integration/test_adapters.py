@@ -83,6 +83,9 @@ def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
     new = convert_adapter(lora, one.folder, tmp_path / "new")
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
         load(two.folder).load_adapter(str(new))
+    same = converted("llama", [[3, 8], [0, 16]], name="same")  # no head moves
+    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
+        load(same.folder).load_adapter(str(new))
     with refusal("was converted before"):
         convert_adapter(new, two.folder, tmp_path / "newer")
     with refusal("holds files already"):
@@ -104,7 +107,10 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
     done("export", checkpoint.source, *options, lora, "--overwrite")
     assert (out / "adapter" / name).read_bytes() == (alone / name).read_bytes()
     done("export", checkpoint.source, *options[:-1], "--overwrite")
-    assert not (out / "adapter").exists()  # it may not fit the new order of heads
+    assert (out / "adapter" / name).exists()
+    other = converted("llama", [[0, 8], [16, 3]], name="other")
+    done("export", checkpoint.source, "--mask", other.folder, "-o", out, "--overwrite")
+    assert not (out / "adapter").exists()  # heads lie in another order now
     shutil.copytree(lora, out / "adapter")
     assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
 
