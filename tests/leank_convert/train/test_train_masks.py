@@ -139,6 +139,9 @@ def test_mask_of_a_checkpoint_is_left_to_the_export(
     """config.json holds the mask's digest; a resumed run returns what it would have written."""
     recipe, out = short_recipe(), shutil.copytree(finished, tmp_path / "out")
     (out / "config.json").write_text("{}")
+    with refusal("holds a model, beside which no mask is written"):
+        train_one(recipe, out, resume=True)
+    (out / "config.json").write_text('{"leank": {}}')
     path = out / "channel_mask.safetensors"
     path.write_bytes(b"with other provenance")
     again = train_one(recipe, out, resume=True)
