@@ -10,6 +10,7 @@ see whole tokens alone, and once for the others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,10 +56,8 @@ def attend_turn(
         )
         if not columns.shape[3]:
             continue
-        cached = [
-            StoredRow(memory, layout, row, *stored[row], append.sink_size)
-            for row in range(rows.start, rows.stop)
-        ]
+        length, pruned = stored[rows.start]
+        first = StoredRow(memory, layout, rows.start, length, pruned, append.sink_size)
         beside = None
         if sinks is not None:
             own = memory.constants.take(torch.arange(rows.start, rows.stop, device=query.device))
@@ -67,9 +66,9 @@ def attend_turn(
             )
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "sinks": beside}
         if kernels is not None and kernels.attends_turns:
-            attended = kernels.attend_turn(columns.flatten(1, 2), keys, values, cached[0], **options)
+            attended = kernels.attend_turn(columns.flatten(1, 2), keys, values, first, **options)
         else:
-            attended = _attend_by_torch(cached, columns, keys, values, kernels, **options)
+            attended = _attend_by_torch(first, columns, keys, values, kernels, **options)
         output[rows][..., real, :] = attended.view(columns.shape)
     return output.flatten(1, 2).to(query.dtype)
 
@@ -85,7 +84,7 @@ def _alike(stored: Sequence[tuple[int, int]], new_valid: torch.Tensor | None) ->
 
 
 def _attend_by_torch(
-    cached: Sequence[StoredRow],
+    first: StoredRow,
     query: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
@@ -94,18 +93,19 @@ def _attend_by_torch(
     softmax_scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with queries `[R, H_kv, G, d, D]` to what R rows hold, equally many tokens, and to new ones.
+    """Attend with queries `[R, H_kv, G, d, D]` to what R rows hold, as many as the first, and to new tokens.
 
     New keys and values are `[R, H_kv, d, D]`, sinks as `sinks_beside` gives them, `[R or 1, H, d or 1]`.
     """
-    attended, layout = torch.empty_like(query), cached[0].layout
+    attended, layout = torch.empty_like(query), first.layout
     if sinks is not None:
         sinks = sinks.view(len(sinks), query.shape[1], -1, sinks.shape[2])
     for heads in filter(None, (layout.value_heads, layout.window_heads)):
         select = head_index(heads)
         if kernels is not None and heads is layout.value_heads:
-            keys, values = kernels.copy_rows(cached[0], new_keys, new_values)
+            keys, values = kernels.copy_rows(first, new_keys, new_values)
         else:
+            cached = (replace(first, row=first.row + place) for place in range(len(query)))
             rows = zip(*(row.seen_by(heads, new_keys.dtype) for row in cached), strict=True)
             keys, values = (
                 torch.cat([torch.stack(held), new[:, select].transpose(1, 2)], dim=1)
