@@ -23,10 +23,10 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm.config import SpeculativeConfig
     from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES, draft_as_stock, same_defaults
+    from leank_convert.vllm.configs import CONFIG_CLASSES, draft_as_stock, settings_of
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
@@ -35,8 +35,7 @@ def register() -> None:
         name = f"LeanK{stock}"
         # By name: the front end has no need of the model.
         ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")
-        if stock in MODELS_CONFIG_MAP:
-            MODELS_CONFIG_MAP[name] = same_defaults(MODELS_CONFIG_MAP[stock])
+        MODELS_CONFIG_MAP[name] = settings_of(MODELS_CONFIG_MAP.get(stock, VerifyAndUpdateConfig))
     if BACKEND in AttentionBackendEnum.__members__:
         return  # called before
     register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")

@@ -117,6 +117,28 @@ class LeanKMetadata:
     slots: torch.Tensor
     _cut: tuple[list[Rows], list[PromptRun]] | None = field(default=None, repr=False)
     _valid: torch.Tensor | None = field(default=None, repr=False)
+    _is_taken_over: bool = field(default=False, repr=False)
+
+    def take_over(self, window: LeanKMetadata, page_size: int, sizes: Windows) -> None:
+        """Have last tokens of prompts that another engine read change nothing; the first layer asks for it.
+
+        vLLM reads such a token again, whose result is not used: the other engine found the next one. It
+        attends as if it were the answer's, since pages that a prompt's would need are not there, and is not
+        written. `window` is the step of the window's group, whose pages have `page_size` tokens.
+        """
+        if self._is_taken_over:
+            return
+        self._is_taken_over = True
+        first = -(-sizes.sink_size // page_size)
+        if window.block_table.shape[1] <= first:
+            return
+        is_missing = window.block_table[:, first] == 0
+        can_miss = self.lengths - 1 - sizes.recent_size >= (first + 1) * page_size
+        taken = is_missing & can_miss & (self.lengths == self.prompts)
+        self.prompts = self.prompts - taken.int()
+        counts = self.num_columns or self.starts.diff().to(taken.device, non_blocking=True)
+        tokens = taken.repeat_interleave(counts, output_size=self.num_tokens)
+        self.slots, window.slots = (slots.masked_fill(tokens, -1) for slots in (self.slots, window.slots))
 
     def cut(self, sizes: Windows, most_keys: int) -> tuple[list[Rows], list[PromptRun]]:
         """Rows and runs of prompts of the step, made by the first layer that asks.
@@ -284,6 +306,8 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))
         value = _by_heads(rotate, value, layer.value_basis)
         store = _store_of(layer, kv_cache, step, window_step)
+        if layer.takes_over and layer.window is not None:
+            step.take_over(window_step, store.window_keys.shape[2], layer.sizes)
         rows, runs = step.cut(layer.sizes, layer.most_keys)
         if step.num_columns is not None and layer.kernels is not None:
             keys, values = (_to_columns(states, step.num_columns) for states in (key, value))

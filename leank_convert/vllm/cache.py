@@ -18,6 +18,12 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.rule import pruned_tokens_of
 
+HANDED_OVER: set[str] = set()
+"""Requests whose prompt another engine read, and whose first token it found; the connector adds them.
+
+Nothing attends to the whole of such a prompt here, so pages that no later token sees do not move.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeanKKeptSpec(FullAttentionSpec):
@@ -30,8 +36,8 @@ class LeanKWindowSpec(AttentionSpec):
     """Dropped channels of K and V, of whole tokens."""
 
     sizes: Windows  # of the window
-    # Whether another engine answers, which reads a prompt's last token again, and that attends to the whole
-    # prompt.
+    # Whether another engine answers, which may have to read a prompt's last token again, and that attends to
+    # the whole prompt.
     is_handed_over: bool = False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -61,20 +67,68 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
         Raises:
             ValueError: If a prompt grew after pages were given back, which its new part needs.
         """
-        spec = self.kv_cache_spec
-        assert isinstance(spec, LeanKWindowSpec) and num_prompt_tokens is not None
-        sink = spec.sizes.sink_size
-        first = cdiv(sink, self.block_size)
+        assert num_prompt_tokens is not None
         held = self.req_to_blocks.get(request_id, ())
-        if processed_computed_tokens < num_prompt_tokens and len(held) > first and held[first].is_null:
+        unseen = self._unseen(processed_computed_tokens + 1, num_prompt_tokens)
+        is_read = processed_computed_tokens >= num_prompt_tokens - (request_id in HANDED_OVER)
+        if not is_read and len(held) > unseen.start and held[unseen.start].is_null:
             raise ValueError(
                 f"request {request_id}: a LeanK cache cannot read more of a prompt once it was answered: "
                 "send the whole of it as a new request, not as streamed input"
             )
-        if spec.is_handed_over:
-            return
-        pruned = pruned_tokens_of(processed_computed_tokens + 1, num_prompt_tokens, spec.sizes)
-        self._remove_blocks_in_range(request_id, first, (sink + pruned) // self.block_size)
+        if not self._spec.is_handed_over:
+            self._remove_blocks_in_range(request_id, unseen.start, unseen.stop)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        total_computed_tokens: int,
+        *given: Any,
+        **options: Any,
+    ) -> int:
+        """Count the pages that a request needs, without those that do not move."""
+        count: int = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *given, **options
+        )
+        if request_id in HANDED_OVER and request_id not in self.req_to_blocks:
+            unseen = self._unseen_from_another(total_computed_tokens)
+            count -= len(unseen[max(len(new_computed_blocks) - unseen.start, 0) :])
+        return count
+
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local: int, num_external: int, *given: Any, **options: Any
+    ) -> None:
+        """Take pages for tokens that another engine read, but for those that do not move."""
+        if request_id in HANDED_OVER:
+            unseen, held = self._unseen_from_another(num_local + num_external), self.req_to_blocks[request_id]
+            self._remove_blocks_in_range(request_id, unseen.start, unseen.stop)  # found in the prefix cache
+            if unseen:
+                held += self.block_pool.get_new_blocks(max(unseen.start - len(held), 0))
+                held += [self._null_block] * (unseen.stop - len(held))
+        super().allocate_external_computed_blocks(request_id, num_local, num_external, *given, **options)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """Forget a request: if it comes again it is read here."""
+        HANDED_OVER.discard(request_id)
+        blocks: list[Any] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    @property
+    def _spec(self) -> LeanKWindowSpec:
+        assert isinstance(self.kv_cache_spec, LeanKWindowSpec)
+        return self.kv_cache_spec
+
+    def _unseen(self, seen: int, prompt: int) -> range:
+        """Pages whose dropped channels a query that sees so many tokens does without."""
+        sink = self._spec.sizes.sink_size
+        pruned = pruned_tokens_of(seen, prompt, self._spec.sizes)
+        return range(cdiv(sink, self.block_size), (sink + pruned) // self.block_size)
+
+    def _unseen_from_another(self, num_tokens: int) -> range:
+        """The same of a prompt's last token, which is read as if it were the answer's."""
+        return self._unseen(num_tokens, num_tokens - 1)
 
     @classmethod
     def find_longest_cache_hit(

@@ -14,6 +14,8 @@ SERVED = ("0.32", "0.33")
 LINEAR = tuple(name for name, family in ARCHITECTURES.items() if "linear_attention" in family.other_layers)
 MIXED = ("olmo3", "gemma3_text", "gpt_oss", *LINEAR)
 """Families of which layers that are not pruned are served, too."""
+FIRST_TOKEN = "leank_convert.vllm.first_token:FirstToken"
+"""What takes the token that another engine found, as vLLM names a logits processor."""
 
 
 class _ServedConfig:
@@ -118,8 +120,8 @@ def draft_as_stock(override: Any, hf_config: Any) -> Any:
     return override(hf_config)
 
 
-def same_defaults(stock: Any) -> Any:
-    """What vLLM settles by the name of a family's class, for ours."""
+def settings_of(stock: Any) -> Any:
+    """What vLLM settles by the name of a family's class, and what we do, for ours."""
 
     def settle(vllm_config: Any) -> None:
         outputs = vllm_config.structured_outputs_config
@@ -127,5 +129,20 @@ def same_defaults(stock: Any) -> Any:
         stock.verify_and_update_config(vllm_config)
         # That of harmony stops at every chat where `model_type` is not the family's.
         outputs.reasoning_parser = asked
+        hand_over_tokens(vllm_config)
 
     return type(stock.__name__, (stock,), {"verify_and_update_config": staticmethod(settle)})
+
+
+def hand_over_tokens(vllm_config: Any) -> None:
+    """Have NIXL's connector hand over first tokens of answers, and the engine that answers take them."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != "NixlConnector" or transfer.kv_connector_module_path:
+        return
+    transfer.kv_connector_module_path = "leank_convert.vllm.transfer"
+    # vLLM takes no logits processor beside drafts. What failed to move would be computed again, from pages
+    # that have not moved.
+    can_take = vllm_config.speculative_config is None and transfer.kv_load_failure_policy == "fail"
+    if transfer.kv_role == "kv_consumer" and can_take:
+        given = vllm_config.model_config.logits_processors or ()
+        vllm_config.model_config.logits_processors = [*given, FIRST_TOKEN]

@@ -66,6 +66,7 @@ class LeanKAttention(Attention):
         layout: How the channels of the rank's heads are cut.
         start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
+        takes_over: Whether another engine reads the prompts.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
         value_basis: What V is rotated into before it is stored `[H_kv, D, D]`; None: as it comes.
@@ -99,6 +100,7 @@ class LeanKAttention(Attention):
             )
         self.sizes = settings.windows
         self.pages = pages
+        self.takes_over = _has_role(vllm_config, "kv_consumer")
         self.most_keys = vllm_config.model_config.max_model_len
         drafts = vllm_config.speculative_config
         self._num_columns = 1 + (drafts.num_speculative_tokens if drafts else 0)
@@ -198,8 +200,7 @@ class LeanKAttention(Attention):
     def window_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what it is to allocate for the window."""
         fields = self._fields(vllm_config, kept=False)
-        transfer = vllm_config.kv_transfer_config
-        is_producer = transfer is not None and transfer.kv_role == "kv_producer"
+        is_producer = _has_role(vllm_config, "kv_producer")
         return LeanKWindowSpec(**fields, sizes=self.sizes, is_handed_over=is_producer)
 
     def _fields(self, vllm_config: VllmConfig, *, kept: bool) -> dict[str, Any]:
@@ -215,6 +216,12 @@ class LeanKAttention(Attention):
             # Both alike, so that vLLM needs to pack nothing.
             "page_size_padded": self.pages.numbers_per_page(block_size) * element,
         }
+
+
+def _has_role(vllm_config: VllmConfig, role: str) -> bool:
+    """Whether the engine is one of two, of which one reads and the other answers."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_role == role
 
 
 def _load_tokens(pages: ModelPages, block_size: int) -> int:

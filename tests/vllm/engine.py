@@ -109,18 +109,23 @@ def run(asked):
             steps = [output.outputs[0].logprobs for output in outputs]
             said["scores"].append([[next(iter(step.values())).logprob for step in own] for own in steps])
         said["cached"].append([output.num_cached_tokens for output in outputs])
-        counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        counters = {name: metric.value for name, metric in metrics.items() if hasattr(metric, "value")}
         said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))
         said["running"].append(max(running))
         running[:] = [0]
     said["asked"] = asked["rounds"]
     said["pulled"] = counters.get("vllm:external_prefix_cache_hits", 0)
+    said["moved"] = sum(
+        metric.sum for name, metric in metrics.items() if name == "vllm:nixl_bytes_transferred"
+    )
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
     said["blocks"] = scheduler.kv_cache_config.num_blocks
     said["groups"] = [
         [type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size]
         for group in scheduler.kv_cache_config.kv_cache_groups
     ]
+    said["page_bytes"] = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     say(said)
     if "then" in asked:
         following = {**asked["then"], "transfers": [output.kv_transfer_params for output in outputs]}

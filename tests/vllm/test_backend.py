@@ -87,6 +87,7 @@ def make_layer(kernels, is_fp8=False):
         kernels=kernels,
         wide_kernels=kernels,
         page_kernels=kernels and PageKernels(),
+        takes_over=True,
         most_keys=200,
         key_mean=torch.randn(1, NUM_HEADS, HEAD_DIM, generator=generator),
         value_basis=None,
@@ -148,8 +149,8 @@ def draw_states(num_tokens):
 def forward(monkeypatch):
     """Runs a step of a layer: its output, and the pages behind it but the first, which is nobody's."""
 
-    def run(layer, kept, said, *states, is_fp8=False, **options):
-        own, window = (make_builder(is_fp8=is_fp8).build(0, said) for _ in range(2))
+    def run(layer, kept, said, *states, is_fp8=False, of_window=None, **options):
+        own, window = (make_builder(is_fp8=is_fp8).build(0, told) for told in (said, of_window or said))
         context = SimpleNamespace(attn_metadata={"window": window})
         monkeypatch.setattr(backend, "get_forward_context", lambda: context)
         impl = LeanKImpl(NUM_HEADS * GROUPS, HEAD_DIM, SCALE, NUM_HEADS, **options)
@@ -187,6 +188,25 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
     )
     torch.testing.assert_close(output[real], expected[real])
     torch.testing.assert_close(others, pools)
+
+
+@pytest.mark.parametrize("kernels", [None, Kernels()])
+@pytest.mark.parametrize(
+    ("queries", "lengths", "prompts"),
+    [([1, 1, 1], [80, 80, 41], [80, 80, 30]), ([1, 40, 1, 2], [80, 80, 80, 60], [80, 80, 80, 50])],
+    ids=["one token each", "beside a prompt"],
+)
+def test_a_last_token_of_a_prompt_whose_pages_did_not_move_changes_nothing(
+    queries, lengths, prompts, kernels, forward
+):
+    """Of the first request; it attends as the answer's, and what the others do stays."""
+    states = draw_states(sum(queries))
+    said, of_window = (batch(queries, lengths, prompts) for _ in range(2))
+    of_window.block_table_tensor[0, 1:4] = 0
+    found = forward(*make_layer(kernels), said, *states, of_window=of_window)
+    plain, (layer, kept) = batch(queries, lengths, [79, *prompts[1:]]), make_layer(kernels)
+    plain.slot_mapping[0], layer.takes_over = -1, False
+    torch.testing.assert_close(found, forward(layer, kept, plain, *states))
 
 
 @pytest.mark.parametrize("kernels", [None, Kernels()])

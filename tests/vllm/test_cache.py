@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from leank_convert._runtime.windows_leank import Windows
-from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowManager, LeanKWindowSpec
+from leank_convert.vllm.cache import HANDED_OVER, LeanKKeptSpec, LeanKWindowManager, LeanKWindowSpec
 
 BLOCK = 16
 FIELDS = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
@@ -50,6 +50,29 @@ def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes():
     assert free - pool.get_num_free_blocks() == len(held)
     manager.free("r")
     assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize("num_local", [0, 16, 640])
+def test_pages_that_do_not_move_take_none(num_local):
+    """Of a prompt that another engine read; some of it may be found in the prefix cache."""
+    manager = make_manager()
+    pool = manager.block_pool
+    free = pool.get_num_free_blocks()
+    HANDED_OVER.add("r")
+    found = pool.get_new_blocks(num_local // BLOCK)
+    needed = manager.get_num_blocks_to_allocate("r", 1000, found, 1000, num_local, 1000)
+    manager.req_to_blocks["r"] += found
+    manager.allocate_external_computed_blocks("r", num_local, 1000 - num_local)
+    manager.allocate_new_blocks("r", 1000, 1000)
+    held = [index for index, block in enumerate(manager.req_to_blocks["r"]) if not block.is_null]
+    # Of tokens 935 … 999, as the last is read as if it were the answer's.
+    assert held == [0, 58, 59, 60, 61, 62] and len(manager.req_to_blocks["r"]) == 63
+    assert needed == len(held) - min(num_local // BLOCK, 1)
+    manager.remove_skipped_blocks("r", 999, 1000)  # the last token of the prompt comes next
+    manager.remove_skipped_blocks("r", 1016, 1000)
+    assert manager.req_to_blocks["r"][58].is_null
+    manager.free("r")
+    assert pool.get_num_free_blocks() == free and not HANDED_OVER
 
 
 def test_a_prompt_that_grows_after_its_window_went_is_refused():

@@ -10,7 +10,7 @@ from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -286,6 +286,7 @@ def settled_by(name):
     hf_config = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
     sizes = dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
     config = SimpleNamespace(
+        kv_transfer_config=None,
         compilation_config=SimpleNamespace(**sizes),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
     )
@@ -299,7 +300,7 @@ def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families():
     register()
     names = {family.causal_lm_class for family in ARCHITECTURES.values()}
     named = {name for name in names if name in MODELS_CONFIG_MAP}
-    assert named == {name for name in names if f"LeanK{name}" in MODELS_CONFIG_MAP}
+    assert all(issubclass(MODELS_CONFIG_MAP[f"LeanK{name}"], VerifyAndUpdateConfig) for name in names)
     assert named == {"GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
     *ours, parser = settled_by("LeanKGptOssForCausalLM")
     *stock, of_harmony = settled_by("GptOssForCausalLM")

@@ -1,0 +1,51 @@
+"""NIXL's connector, with the first token of an answer handed over beside the pages of its prompt.
+
+vLLM has the engine that answers read a prompt's last token again, which attends to the whole prompt. With the
+next token known nothing has to: kept pages move, and of the window's those of the sink and the recent tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector
+
+from leank_convert.vllm.cache import HANDED_OVER
+from leank_convert.vllm.configs import FIRST_TOKEN
+from leank_convert.vllm.first_token import KEY, given_token
+
+
+class NixlConnector(connector.NixlConnector):
+    """Moves what the answer sees; all pages where the first token is to be found anew."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        model = vllm_config.model_config
+        self._num_tokens = model.get_vocab_size() if FIRST_TOKEN in (model.logits_processors or ()) else 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Count the tokens of a prompt that the other engine read."""
+        count, is_later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        token = given_token(request.sampling_params)
+        if count and token is not None and 0 <= token < self._num_tokens:
+            HANDED_OVER.add(request.request_id)
+        return count, is_later
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Ask for the pages that have a place here."""
+        params = request.kv_transfer_params
+        if request.request_id in HANDED_OVER and params.get("remote_block_ids"):
+            params["remote_block_ids"] = [
+                [page for page, own in zip(pages, held, strict=False) if not own.is_null]
+                for pages, held in zip(params["remote_block_ids"], blocks.blocks, strict=True)
+            ]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hand over the first token with the numbers of the pages."""
+        is_held, params = super().request_finished_all_groups(request, block_ids)
+        if is_held and params is not None and request.output_token_ids:
+            params[KEY] = request.output_token_ids[0]
+        return is_held, params
