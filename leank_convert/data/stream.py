@@ -16,32 +16,52 @@ from leank_convert.data.source import SampleSource
 _MOST_THREADS = 4
 
 
+class SampleStream(Iterator[TrainingSample]):
+    """Samples in the order of their indices, of which the next `ahead` are drawn while one is used."""
+
+    def __init__(
+        self, source: SampleSource, indices: Iterable[int], ahead: int, pool: ThreadPoolExecutor
+    ) -> None:
+        self._source, self._indices, self._ahead, self._pool = source, iter(indices), ahead, pool
+        self._waiting = deque[Future[TrainingSample]]()
+        self._draw(ahead)
+
+    def __next__(self) -> TrainingSample:
+        """Return the next sample.
+
+        Raises:
+            LeanKError: If it cannot be drawn.
+        """
+        self._draw(self._ahead + 1)
+        if not self._waiting:
+            raise StopIteration
+        return self._waiting.popleft().result()
+
+    def peek(self) -> TrainingSample | None:
+        """Return the sample that comes next, None unless it is drawn already."""
+        for first in islice(self._waiting, 1):
+            if first.done() and first.exception() is None:
+                return first.result()
+        return None
+
+    def _draw(self, count: int) -> None:
+        for index in islice(self._indices, count - len(self._waiting)):
+            self._waiting.append(self._pool.submit(self._source.draw, index))
+
+
 @contextmanager
 def stream_samples(
     source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS
-) -> Iterator[Iterator[TrainingSample]]:
-    """Samples in the order of their indices, of which the next few are drawn while one is used.
+) -> Iterator[SampleStream]:
+    """Draw samples in threads.
 
     A sample that cannot be drawn raises where it would have come; leaving waits for no more than the draws
     under way. Indices may be without end; so many draws go ahead of the sample in use.
     """
-    left, waiting = iter(indices), deque[Future[TrainingSample]]()
     # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
-
-    def draw_ahead(count: int) -> None:
-        waiting.extend(pool.submit(source.draw, index) for index in islice(left, count - len(waiting)))
-
-    def take() -> Iterator[TrainingSample]:
-        while True:
-            draw_ahead(ahead + 1)
-            if not waiting:
-                return
-            yield waiting.popleft().result()
-
     try:
-        draw_ahead(ahead)
-        yield take()
+        yield SampleStream(source, indices, ahead, pool)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -78,15 +78,17 @@ class Gradients:
         self._known_contexts: set[int] = set()
         self._contexts: dict[int, tuple[Tensor, _Graph[StoredContext]]] = {}
         self._answers: dict[tuple[Sizes, bool, bool], _Answers] = {}
+        # A sample whose context runs ahead, or has run.
+        self._ahead: tuple[TrainingSample, PackedSample, StoredContext] | None = None
         if self.captures:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream, self._context_stream = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
     def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
         """Add a sample's gradient, times a weight, to what the student is made of.
 
         The loss that it returns is a scalar without a graph, which would keep the context alive beside the
-        next one; it holds until the next call.
+        next one.
         """
         found = self._launch(sample, student)
         if found is None:
@@ -96,7 +98,20 @@ class Gradients:
             return loss.detach()
         loss, gradient = found
         student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
-        return loss
+        return loss.clone()  # graphs that are launched next may use its memory
+
+    def run_ahead(self, sample: TrainingSample) -> None:
+        """Launch the context pass of the sample that comes next, which no step changes anything of.
+
+        It takes the room of the last sample's context when that was answered, and runs while the host does
+        the rest of its step. Where memory does not suffice, the sample's own step says so.
+        """
+        if not self.captures:
+            return
+        self._context_stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(self._context_stream), suppress(torch.OutOfMemoryError):
+            packed = pack_sample(sample, self._sizes(sample))
+            self._ahead = sample, packed, self._store(sample, packed)
 
     @torch.no_grad()
     def loss(self, sample: TrainingSample, student: Student) -> Tensor:
@@ -108,8 +123,7 @@ class Gradients:
         if not self.captures:
             packed = pack_sample(sample)
             return distil(self._model, packed, student, key_mean=self.key_mean, offload=self._offload)
-        packed = pack_sample(sample, self._sizes(sample))
-        context = self._store(sample, packed)
+        packed, context = self._prepare(sample)
         return distil_answers(self._model, context, packed.to(self._model.device), student)
 
     @staticmethod
@@ -127,12 +141,10 @@ class Gradients:
 
         What is new is run as written for once, so that libraries choose their kernels outside a capture.
         """
-        sizes = self._sizes(sample)
-        key = self._kind(sizes, student)
+        key = self._kind(self._sizes(sample), student)
         if not self.captures or key not in self._known:
             return None
-        packed = pack_sample(sample, sizes)
-        context = self._store(sample, packed)
+        packed, context = self._prepare(sample)
         graph = self._answers.pop(key, None)
         if graph is None:
             if len(self._answers) == _MOST_GRAPHS:
@@ -140,6 +152,15 @@ class Gradients:
             graph = _Answers(self._model, context, packed, student, self._capture)
         self._answers[key] = graph  # the last to go
         return graph.launch(packed, student)
+
+    def _prepare(self, sample: TrainingSample) -> tuple[PackedSample, StoredContext]:
+        """A sample with its context, which may have been run ahead."""
+        ahead, self._ahead = self._ahead, None
+        torch.cuda.current_stream(self._model.device).wait_stream(self._context_stream)
+        if ahead is not None and ahead[0] is sample:
+            return ahead[1:]
+        packed = pack_sample(sample, self._sizes(sample))
+        return packed, self._store(sample, packed)
 
     def _store(self, sample: TrainingSample, packed: PackedSample) -> StoredContext:
         """Run the context pass into the room that all contexts share, where graphs find them."""

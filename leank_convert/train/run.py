@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank_convert.data import SampleSource, TrainingSample
+from leank_convert.data import SampleSource, SampleStream, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
@@ -168,7 +168,7 @@ class Run:
         """Which samples this rank takes from here on, in order."""
         return self.schedule.sample_indices(self.step, self.ranks.rank, self.ranks.num_ranks)
 
-    def advance(self, samples: Iterator[TrainingSample]) -> StepRecord:
+    def advance(self, samples: SampleStream) -> StepRecord:
         """Do one step with this rank's samples, as `sample_indices` names them.
 
         Raises:
@@ -373,7 +373,7 @@ class Run:
             state.best = None
 
     def _accumulate(
-        self, samples: Iterator[TrainingSample], phase: Phase
+        self, samples: SampleStream, phase: Phase
     ) -> tuple[list[str], tuple[float, float, float]]:
         """Leave this rank's share of the gradient in the factors; their tasks, and its share of the sums.
 
@@ -390,6 +390,8 @@ class Run:
                 num_answers += sample.num_answer_tokens
                 with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
                     share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
+                if (coming := samples.peek()) is not None:
+                    self.gradients.run_ahead(coming)
                 self._check_finite(share, sample)
             except LeanKError as error:  # also: no text of this length
                 failure = error

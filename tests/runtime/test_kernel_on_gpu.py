@@ -322,7 +322,7 @@ def test_attention_sinks_take_their_share(num_queries, cache_dtype, generic):
 
 
 def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch):
-    compiled, real = [], tilelang.compile
+    compiled, counts, real = [], [], tilelang.compile
 
     def note(*args, **kwargs):
         compiled.append(real(*args, **kwargs))
@@ -334,7 +334,8 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch
         rows = [(100 + 37 * row * seed, 0) for row in range(batch_size)]
         rows = [(n, max(n - SINK - RECENT, 0)) for n, _ in rows]
         check(random_mask(2 + seed, 128, seed, multiple=32), rows=rows)
-    assert len(compiled) == 11  # attention, merge, append, and what lies between products
+        counts.append(len(compiled))
+    assert counts[0] > 0 and counts == counts[:1] * 3
     sources = [kernel.adapter.get_device_source() for kernel in compiled]
     (attention,) = (source for source in sources if "leank_attention" in source)
     if torch.cuda.get_device_capability() == (9, 0):

@@ -1,5 +1,6 @@
 import itertools
 import threading
+import time
 
 import pytest
 
@@ -50,6 +51,20 @@ def test_the_next_samples_are_drawn_while_one_is_used(ahead):
         assert next(stream) == 0
         assert source.wait_for(ahead)
     assert sorted(source.drawn) == list(range(ahead + 1))
+
+
+def test_the_sample_that_comes_next_is_shown_once_it_is_drawn():
+    source = Numbers(fails_at=1)
+    with stream_samples(source, range(2)) as stream:
+        # One thread draws in order, and others may end later.
+        assert source.wait_for(0)
+        while (first := stream.peek()) is None:
+            time.sleep(0.001)
+        assert first == next(stream) == 0
+        assert source.wait_for(1) and stream.peek() is None
+        with pytest.raises(LeanKError):
+            next(stream)
+        assert stream.peek() is None
 
 
 def test_a_failing_draw_is_told_where_its_sample_would_have_come():
