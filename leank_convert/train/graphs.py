@@ -104,26 +104,29 @@ class Gradients:
         """Launch the context pass of the sample that comes next, which no step changes anything of.
 
         It takes the room of the last sample's context when that was answered, and runs while the host does
-        the rest of its step. Where memory does not suffice, the sample's own step says so.
+        the rest of its step. Where memory does not suffice, the sample's own step says so. What is to be
+        captured first waits for that step, too.
         """
-        if not self.captures:
+        sizes = self._sizes(sample)
+        if not self.captures or (self._captures_context and sizes.context not in self._contexts):
             return
         self._context_stream.wait_stream(torch.cuda.current_stream(self._model.device))
         with torch.cuda.stream(self._context_stream), suppress(torch.OutOfMemoryError):
-            packed = pack_sample(sample, self._sizes(sample))
+            packed = pack_sample(sample, sizes)
             self._ahead = sample, packed, self._store(sample, packed)
 
     @torch.no_grad()
     def loss(self, sample: TrainingSample, student: Student) -> Tensor:
         """A sample's loss alone; as `add`."""
         found = self._launch(sample, student)
-        return self._run(sample, student) if found is None else found[0]
+        return self._run(sample, student) if found is None else found[0].clone()
 
     def _run(self, sample: TrainingSample, student: Student) -> Tensor:
         if not self.captures:
             packed = pack_sample(sample)
             return distil(self._model, packed, student, key_mean=self.key_mean, offload=self._offload)
         packed, context = self._prepare(sample)
+        self._wait_for_context()
         return distil_answers(self._model, context, packed.to(self._model.device), student)
 
     @staticmethod
@@ -151,16 +154,21 @@ class Gradients:
                 del self._answers[next(iter(self._answers))]
             graph = _Answers(self._model, context, packed, student, self._capture)
         self._answers[key] = graph  # the last to go
-        return graph.launch(packed, student)
+        graph.take(packed, student)  # which the context may still run beside
+        self._wait_for_context()
+        return graph.launch()
 
     def _prepare(self, sample: TrainingSample) -> tuple[PackedSample, StoredContext]:
         """A sample with its context, which may have been run ahead."""
         ahead, self._ahead = self._ahead, None
-        torch.cuda.current_stream(self._model.device).wait_stream(self._context_stream)
         if ahead is not None and ahead[0] is sample:
             return ahead[1:]
+        self._wait_for_context()
         packed = pack_sample(sample, self._sizes(sample))
         return packed, self._store(sample, packed)
+
+    def _wait_for_context(self) -> None:
+        torch.cuda.current_stream(self._model.device).wait_stream(self._context_stream)
 
     def _store(self, sample: TrainingSample, packed: PackedSample) -> StoredContext:
         """Run the context pass into the room that all contexts share, where graphs find them."""
@@ -169,10 +177,13 @@ class Gradients:
             self._room = StoredContext.of_zeros(
                 self._facts, self._longest, model.dtype, model.device, self.key_mean
             )
+            for layer in range(self._facts.num_hidden_layers):
+                for kept in self._room.load(layer):
+                    kept.record_stream(self._context_stream)
         context = self._room.first(size)
         if not self._captures_context:
             context.clear(len(sample.prefix_ids))  # of an earlier context, which need not be finite
-            return run_context_pass(model, sample.prefix_ids.to(model.device), context)
+            return run_context_pass(model, _to_device(sample.prefix_ids, model), context)
         if size not in self._known_contexts:
             self._known_contexts.add(size)
             return run_context_pass(model, packed.context_ids.to(model.device), context)
@@ -181,18 +192,17 @@ class Gradients:
             graph = self._capture(lambda: run_context_pass(model, input_ids, context))
             self._contexts[size] = input_ids, graph
         input_ids, graph = self._contexts[size]
-        input_ids.copy_(packed.context_ids)
+        input_ids.copy_(_to_device(packed.context_ids, model))
         return graph.launch()
 
     def _capture(self, function: Callable[[], _Found]) -> _Graph[_Found]:
         self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
-        try:
+        with suppress(torch.OutOfMemoryError):  # its traceback would hold what the capture took
             return _Graph(function, self._stream, self._pool)
-        except torch.OutOfMemoryError:
-            # What was freed outside of captures is not given back to the device within one.
-            torch.cuda.empty_cache()
-            self._pool = torch.cuda.graph_pool_handle()  # that of a capture that broke off takes no other
-            return _Graph(function, self._stream, self._pool)
+        # What was freed outside of captures is not given back to the device within one.
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()  # that of a capture that broke off takes no other
+        return _Graph(function, self._stream, self._pool)
 
 
 class _Graph(Generic[_Found]):
@@ -241,7 +251,7 @@ class _Answers:
 
         self._graph = capture(differentiate)
 
-    def launch(self, packed: PackedSample, student: Student) -> tuple[Tensor, Tensor]:
+    def take(self, packed: PackedSample, student: Student) -> None:
         self._packed.row.copy_(packed.row)
         own = self._student
         with torch.no_grad():
@@ -250,7 +260,14 @@ class _Answers:
                 own.sees_middle.copy_(_sees_middle(student))
             for name, part in _optional(student).items():
                 getattr(own, name).copy_(part)
+
+    def launch(self) -> tuple[Tensor, Tensor]:
         return self._graph.launch()
+
+
+def _to_device(tokens: Tensor, model: PreTrainedModel) -> Tensor:
+    """Copy them when their turn comes, which the host does not wait for."""
+    return tokens.pin_memory().to(model.device, non_blocking=True)
 
 
 def _optional(student: Student) -> dict[str, Tensor]:

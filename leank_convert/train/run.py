@@ -382,6 +382,8 @@ class Run:
         batch_size = self.recipe.batch_size
         tasks, loss, num_tokens, num_answers = [], 0.0, 0, 0
         failure: LeanKError | None = None
+        # Contexts of a comparison would take the place of one that has run ahead.
+        may_compare = self.recipe.stage2.validation_contexts and phase.ends_tenth(self.step + 1)
         for _ in range(self.ranks.rank, batch_size, self.ranks.num_ranks):
             try:
                 sample = next(samples)
@@ -390,7 +392,8 @@ class Run:
                 num_answers += sample.num_answer_tokens
                 with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
                     share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
-                if (coming := samples.peek()) is not None:
+                coming = None if may_compare else samples.peek()
+                if coming is not None:
                     self.gradients.run_ahead(coming)
                 self._check_finite(share, sample)
             except LeanKError as error:  # also: no text of this length
