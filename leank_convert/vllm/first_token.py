@@ -22,13 +22,21 @@ def given_token(params: SamplingParams) -> int | None:
 
     It has to where log-probabilities are asked for, which did not come along.
     """
-    token = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(KEY)
+    given = (params.extra_args or {}).get("kv_transfer_params") or {}
     is_asked = params.logprobs is not None or params.prompt_logprobs is not None
-    return None if is_asked or not isinstance(token, int) else token
+    token = given.get(KEY) if given.get("remote_block_ids") and not is_asked else None
+    return token if type(token) is int else None
 
 
 class FirstToken(LogitsProcessor, SlotLogitsProcessor):
     """Lets no other token than the given one begin an answer."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Have each of several answers to one prompt begin with a token of its own."""
+        given = (sampling_params.extra_args or {}).get("kv_transfer_params")
+        if sampling_params.n > 1 and isinstance(given, dict):
+            given.pop(KEY, None)
 
     def __init__(self, vllm_config: Any, state_or_device: Any, *_: Any) -> None:
         self._state = state_or_device  # of slots; a device where requests have rows

@@ -6,13 +6,17 @@ next token known nothing has to: kept pages move, and of the window's those of t
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector
 
-from leank_convert.vllm.cache import HANDED_OVER
+from leank_convert.vllm.cache import HANDED_OVER, LeanKWindowSpec
 from leank_convert.vllm.configs import FIRST_TOKEN
 from leank_convert.vllm.first_token import KEY, given_token
+
+_PROMPT = "prompt_digest"
 
 
 class NixlConnector(connector.NixlConnector):
@@ -21,13 +25,22 @@ class NixlConnector(connector.NixlConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         model = vllm_config.model_config
-        self._num_tokens = model.get_vocab_size() if FIRST_TOKEN in (model.logits_processors or ()) else 0
+        has_window = any(
+            isinstance(group.kv_cache_spec, LeanKWindowSpec) for group in kv_cache_config.kv_cache_groups
+        )
+        takes_over = has_window and FIRST_TOKEN in (model.logits_processors or ())
+        self._num_tokens = model.get_vocab_size() if takes_over else 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Count the tokens of a prompt that the other engine read."""
+        """Count the tokens of a prompt that the other engine read: none of another prompt's."""
+        params = request.kv_transfer_params or {}
+        told = params.pop(_PROMPT, None)
+        if told is not None and told != _digest(request):
+            params["do_remote_prefill"] = False
+            params.pop(KEY, None)
         count, is_later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        token = given_token(request.sampling_params)
-        if count and token is not None and 0 <= token < self._num_tokens:
+        token = given_token(request.sampling_params) if count else None
+        if token is not None and 0 <= token < self._num_tokens:
             HANDED_OVER.add(request.request_id)
         return count, is_later
 
@@ -37,7 +50,7 @@ class NixlConnector(connector.NixlConnector):
         if request.request_id in HANDED_OVER and params.get("remote_block_ids"):
             params["remote_block_ids"] = [
                 [page for page, own in zip(pages, held, strict=False) if not own.is_null]
-                for pages, held in zip(params["remote_block_ids"], blocks.blocks, strict=True)
+                for pages, held in zip(params["remote_block_ids"], blocks.blocks, strict=False)
             ]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -47,5 +60,10 @@ class NixlConnector(connector.NixlConnector):
         """Hand over the first token with the numbers of the pages."""
         is_held, params = super().request_finished_all_groups(request, block_ids)
         if is_held and params is not None and request.output_token_ids:
-            params[KEY] = request.output_token_ids[0]
+            params.update({KEY: request.output_token_ids[0], _PROMPT: _digest(request)})
         return is_held, params
+
+
+def _digest(request: Any) -> int:
+    """Tell a prompt from others, with which a client may have sent its pages."""
+    return zlib.crc32(array("q", request.prompt_token_ids or ()))

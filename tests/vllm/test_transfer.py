@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.windows_leank import Windows
-from tests.vllm.conftest import LENGTHS, NEW, NGRAMS, SIZES, answers_of, ask, run_engines
+from tests.vllm.conftest import LENGTHS, NEW, NGRAMS, SIZES, answers_of, ask, prompts_of, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 pytest.importorskip("nixl", reason="bin/setup-vllm installs it")
@@ -17,24 +17,33 @@ pytest.importorskip("nixl", reason="bin/setup-vllm installs it")
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from leank_convert.vllm.first_token import KEY, FirstToken
+from leank_convert.vllm.first_token import KEY, FirstToken, given_token
 from leank_convert.vllm.rule import pruned_tokens_of
 
 
-def hand_over(folder, **consumer):
-    """What both engines say, one of which reads prompts and the other answers."""
+def hand_over(folder, *, lengths=LENGTHS, then_prompts=None, **consumer):
+    """What both engines say, one of which reads prompts and the other answers; maybe other prompts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port, "VLLM_NIXL_SIDE_CHANNEL_HOST": "localhost"}
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     first, second = (
-        ask(folder, **options, kv_transfer_config={**nixl, "kv_role": f"kv_{role}"})
+        ask(folder, lengths=lengths, **options, kv_transfer_config={**nixl, "kv_role": f"kv_{role}"})
         for role, options in (("producer", {"new": 3}), ("consumer", consumer))  # one token would do
     )
-    handed_over = [{"do_remote_decode": True, "do_remote_prefill": False}] * len(LENGTHS)
+    second["prompts"] = then_prompts or second["prompts"]
+    handed_over = [{"do_remote_decode": True, "do_remote_prefill": False}] * len(lengths)
     runs = {"first": {**first, "transfers": handed_over, "then": second}}
     return run_engines(runs, UCX_TLS="tcp,self,sm", **channel).values()
+
+
+def test_pages_of_another_prompt_are_not_taken(checkpoint):
+    """As where a client sends several prompts in one request: one's parameters come back for all."""
+    prompts = prompts_of(checkpoint, (500, 500))[::-1]
+    _, said = hand_over(checkpoint, lengths=(500, 500), new=NEW, then_prompts=prompts)
+    assert said["answers"] == [answers_of(checkpoint, lengths=(500, 500))[::-1]]
+    assert said["moved"] == said["pulled"] == 0
 
 
 def bytes_of(said, *, whole):
@@ -78,7 +87,8 @@ def test_all_pages_move_where_the_first_token_is_found_anew(asked, checkpoint):
 
 
 def given(token, **options):
-    return SamplingParams(extra_args={"kv_transfer_params": {KEY: token}}, **options)
+    params = {KEY: token, "remote_block_ids": [[1], [1]]}
+    return SamplingParams(extra_args={"kv_transfer_params": params}, **options)
 
 
 def chosen(logits):
@@ -97,6 +107,20 @@ def test_the_given_token_begins_an_answer_and_no_more():
     answers[0].append(3)
     processor.update_state(None)
     assert chosen(processor.apply(torch.zeros(4, 10))) == [None] * 4
+
+
+@pytest.mark.parametrize("token", ["7", True, 7.0, None, [7]])
+def test_what_is_no_token_is_none(token):
+    assert given_token(given(7)) == 7 and given_token(given(token)) is None
+    alone = SamplingParams(extra_args={"kv_transfer_params": {KEY: 7}})  # no page came along
+    assert given_token(alone) is None
+
+
+def test_each_of_several_answers_begins_with_a_token_of_its_own():
+    one, several = given(7), given(7, n=2)
+    for params in (one, several):
+        FirstToken.validate_params(params)
+    assert (given_token(one), given_token(several)) == (7, None)
 
 
 def test_the_given_token_begins_an_answer_in_slots_too():
