@@ -113,11 +113,12 @@ class Run:
             progress=progress,
         )
         self._take_key_mean(measured.mean, measured.num_tokens)
-        _logger.info(
-            "keys are centred: their mean was measured on %d tokens of %d contexts",
-            measured.num_tokens,
-            measured.num_contexts,
-        )
+        if self.ranks.is_first:
+            _logger.info(
+                "keys are centred: their mean was measured on %d tokens of %d contexts",
+                measured.num_tokens,
+                measured.num_contexts,
+            )
 
     def measure_values(self, samples: SampleSource, *, progress: bool) -> None:
         """Measure the basis of V, if V is pruned and it is not known yet; raises as the function."""

@@ -136,8 +136,12 @@ class LeanKMetadata:
         can_miss = self.lengths - 1 - sizes.recent_size >= (first + 1) * page_size
         taken = is_missing & can_miss & (self.lengths == self.prompts)
         self.prompts = self.prompts - taken.int()
-        counts = self.num_columns or self.starts.diff().to(taken.device, non_blocking=True)
-        tokens = taken.repeat_interleave(counts, output_size=self.num_tokens)
+        if self.num_columns is not None:
+            tokens = taken.repeat_interleave(self.num_columns)
+        else:  # each is the first new token of its request, and there may be padding behind all
+            starts = self.starts[:-1].to(taken.device, torch.long, non_blocking=True)
+            places = torch.where(taken, starts, self.num_tokens)
+            tokens = taken.new_zeros(self.num_tokens + 1).index_fill_(0, places, True)[:-1]
         self.slots, window.slots = (slots.masked_fill(tokens, -1) for slots in (self.slots, window.slots))
 
     def cut(self, sizes: Windows, most_keys: int) -> tuple[list[Rows], list[PromptRun]]:

@@ -192,19 +192,22 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
 
 @pytest.mark.parametrize("kernels", [None, Kernels()])
 @pytest.mark.parametrize(
-    ("queries", "lengths", "prompts"),
-    [([1, 1, 1], [80, 80, 41], [80, 80, 30]), ([1, 40, 1, 2], [80, 80, 80, 60], [80, 80, 80, 50])],
+    ("queries", "lengths", "prompts", "padding"),
+    [([1, 1, 1], [80, 80, 41], [80, 80, 30], 0), ([1, 40, 1, 2], [80, 80, 80, 60], [80, 80, 80, 50], 3)],
     ids=["one token each", "beside a prompt"],
 )
 def test_a_last_token_of_a_prompt_whose_pages_did_not_move_changes_nothing(
-    queries, lengths, prompts, kernels, forward
+    queries, lengths, prompts, padding, kernels, forward
 ):
     """Of the first request; it attends as the answer's, and what the others do stays."""
-    states = draw_states(sum(queries))
-    said, of_window = (batch(queries, lengths, prompts) for _ in range(2))
+    states = draw_states(sum(queries) + padding)
+    said, of_window, plain = (batch(queries, lengths, own) for own in (prompts, prompts, [79, *prompts[1:]]))
+    for step in (said, of_window, plain):
+        step.num_actual_tokens += padding
+        step.slot_mapping = torch.nn.functional.pad(step.slot_mapping, (0, padding), value=-1)
     of_window.block_table_tensor[0, 1:4] = 0
     found = forward(*make_layer(kernels), said, *states, of_window=of_window)
-    plain, (layer, kept) = batch(queries, lengths, [79, *prompts[1:]]), make_layer(kernels)
+    layer, kept = make_layer(kernels)
     plain.slot_mapping[0], layer.takes_over = -1, False
     torch.testing.assert_close(found, forward(layer, kept, plain, *states))
 
