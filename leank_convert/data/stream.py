@@ -39,10 +39,8 @@ class SampleStream(Iterator[TrainingSample]):
 
     def peek(self) -> TrainingSample | None:
         """Return the sample that comes next, None unless it is drawn already."""
-        for first in islice(self._waiting, 1):
-            if first.done() and first.exception() is None:
-                return first.result()
-        return None
+        first = self._waiting[0] if self._waiting else None
+        return first.result() if first and first.done() and not first.exception() else None
 
     def _draw(self, count: int) -> None:
         for index in islice(self._indices, count - len(self._waiting)):

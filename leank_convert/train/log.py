@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
+from torch import Tensor
 
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json_lines, write_atomically
@@ -53,6 +54,11 @@ class StepRecord:
     gpu_bytes: int | None  # the most that was allocated at once on this rank's GPU in this step
     # Stage 2, where masks are compared: the mean loss of the mask after this step.
     validation: float | None = None
+
+
+def name_heads(chosen: Tensor) -> str:
+    """Name heads, bool [L, H_kv], as a record does: `layer.head`."""
+    return " ".join(f"{layer}.{head}" for layer, head in chosen.nonzero().tolist())
 
 
 _KEYS = StepRecord.__dataclass_fields__.keys()

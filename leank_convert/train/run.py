@@ -21,7 +21,7 @@ from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.key_mean import count_contexts, measure_keys
-from leank_convert.train.log import StepRecord
+from leank_convert.train.log import StepRecord, name_heads
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import l1_penalty, ones, straight_through
@@ -219,8 +219,8 @@ class Run:
             mean_factor=mean_factor,
             pruning_ratio=None if after is None else 1 - after.float().mean().item(),
             empty_heads=None if after is None else int((~sees).sum()),
-            heads_leaving=_name_heads(saw & ~sees),
-            heads_entering=_name_heads(sees & ~saw),
+            heads_leaving=name_heads(saw & ~sees),
+            heads_entering=name_heads(sees & ~saw),
             seconds=time.perf_counter() - began,
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             validation=validation,
@@ -393,8 +393,7 @@ class Run:
                 num_answers += sample.num_answer_tokens
                 with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
                     share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
-                coming = None if may_compare else samples.peek()
-                if coming is not None:
+                if not may_compare and (coming := samples.peek()) is not None:
                     self.gradients.run_ahead(coming)
                 self._check_finite(share, sample)
             except LeanKError as error:  # also: no text of this length
@@ -445,7 +444,3 @@ class Run:
 def _describe(sample: TrainingSample) -> str:
     asked = "1 question" if len(sample.questions) == 1 else f"{len(sample.questions)} questions"
     return f"task `{sample.task}`, {len(sample.prefix_ids)} tokens of context, {asked}"
-
-
-def _name_heads(chosen: Tensor) -> str:
-    return " ".join(f"{layer}.{head}" for layer, head in chosen.nonzero().tolist())
