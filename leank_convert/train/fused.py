@@ -2,13 +2,15 @@
 
 PyTorch's fused kernels compute it where they run: cuDNN's, which is nearly twice as fast on Hopper, else
 FlashAttention. Their public function keeps the log-sum-exp to itself, so the operators behind it are called.
-Elsewhere plain torch does it in blocks of keys. Letters as in `attention`; N queries, S keys.
+The gradient has a kernel of its own. Elsewhere plain torch does both in blocks of keys. Letters as in
+`attention`; N queries, S keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,47 +58,26 @@ def attend(
 
 
 def query_gradient(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    scaling: float,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mean: Tensor, lse: Tensor, *, scaling: float
 ) -> Tensor:
     """Gradient of a split attention for the queries [B, H, N, D] of one part of its keys [B, H, S, D].
 
-    With output and log-sum-exp of the WHOLE softmax, what a backward pass over some of the keys computes is
-    those keys' exact share of the gradient. `lse` [B, H, N] is infinite where the part is not seen.
+    With `mean` [B, H, N, 1], the product of the WHOLE softmax's output with its gradient, and its log-sum-exp
+    [B, H, N], what is computed over some of the keys is their exact share of the gradient. `lse` is infinite
+    where the part is not seen. The same tensors give the same bits.
     """
-    kernel = fused_kernel(query, key, value)
-    if kernel is None:
-        dtype = _compute_dtype(query)
-        gradient, query, output = gradient.to(dtype), query.to(dtype) * scaling, output.to(dtype)
-        mean = (gradient * output).sum(-1, keepdim=True)
-        result = torch.zeros_like(query)
-        for start, stop in _blocks(query, key):
-            keys = key[:, :, start:stop].to(dtype)
-            weights = (query @ keys.mT).sub_(lse[..., None]).exp_()
-            result += weights.mul_((gradient @ value[:, :, start:stop].to(dtype).mT).sub_(mean)) @ keys
-        return result * scaling
-    # PyTorch keeps cuDNN's plans by the strides of Q, K and V alone: one plan serves any gradient and output,
-    # so all must be laid out alike.
-    gradient, output = (part.to(query.dtype).contiguous() for part in (gradient, output))
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
-    tensors, sizes = (gradient, query, key, value, output), (query.shape[2], key.shape[2])
-    operators: Any = torch.ops.aten
-    rest: tuple[Any, ...]
-    if kernel == "cudnn":
-        backward = operators._scaled_dot_product_cudnn_attention_backward
-        rest = (lse[..., None], seed, seed, None, None, None, *sizes, 0.0, False)
-    else:
-        backward = operators._scaled_dot_product_flash_attention_backward
-        rest = (lse, None, None, *sizes, 0.0, False, seed, seed)
-    found = backward(*tensors, *rest, scale=scaling)
-    gradient_of_query: Tensor = found[0]
-    return gradient_of_query
+    if fused_kernel(query, key, value) is not None and find_spec("triton") is not None:
+        from leank_convert.train import gradient_kernel
+
+        return gradient_kernel.launch(gradient.to(query.dtype), query, key, value, mean, lse, scaling)
+    dtype = _compute_dtype(query)
+    gradient, query = gradient.to(dtype), query.to(dtype) * scaling
+    result = torch.zeros_like(query)
+    for start, stop in _blocks(query, key):
+        keys = key[:, :, start:stop].to(dtype)
+        weights = (query @ keys.mT).sub_(lse[..., None]).exp_()
+        result += weights.mul_((gradient @ value[:, :, start:stop].to(dtype).mT).sub_(mean)) @ keys
+    return result * scaling
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, int]]:

@@ -44,6 +44,14 @@ class Ranks:
         torch.distributed.all_reduce(shared, operation)
         return shared.to(tensor.device)
 
+    def in_turn(self, own: Tensor) -> Tensor:
+        """What all ranks have [N, ...], the first of each before the second of any: [N * num_ranks, ...]."""
+        if self.num_ranks == 1:
+            return own
+        gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        torch.distributed.all_gather(gathered, own)
+        return torch.stack(gathered, dim=1).flatten(0, 1)
+
     def totals(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks of a few numbers."""
         found: list[float] = self.combine(torch.tensor(values, dtype=torch.float64)).tolist()

@@ -185,12 +185,11 @@ class Run:
             self._begin(phase)
         learning_rate = phase.learning_rate(self.step)
         self._optimizer.param_groups[0]["lr"] = learning_rate
-        self._optimizer.zero_grad(set_to_none=False)
-        tasks, sums = self._accumulate(samples, phase)
+        self._optimizer.zero_grad()
+        tasks, sums, gradients = self._accumulate(samples, phase)
         distillation, num_tokens, num_answers = self.ranks.totals(sums)
-        gradient = self._factors.grad
-        assert gradient is not None
-        gradient.copy_(self.ranks.combine(gradient))
+        # Added up in the order of samples, so that however many ranks there are, the bits are the same.
+        self._factors.grad = self.ranks.in_turn(gradients).sum(0)
         penalty = l1_penalty(self._factors)
         (phase.l1_weight * penalty).backward()  # type: ignore[no-untyped-call]
         mean_factor = penalty.item()
@@ -375,13 +374,13 @@ class Run:
 
     def _accumulate(
         self, samples: SampleStream, phase: Phase
-    ) -> tuple[list[str], tuple[float, float, float]]:
-        """Leave this rank's share of the gradient in the factors; their tasks, and its share of the sums.
+    ) -> tuple[list[str], tuple[float, float, float], Tensor]:
+        """The tasks of this rank's samples, its share of the sums, each one's gradient [N, L, H_kv, D].
 
         The sums are the loss, the tokens and the answer tokens of the step.
         """
         batch_size = self.recipe.batch_size
-        tasks, loss, num_tokens, num_answers = [], 0.0, 0, 0
+        tasks, gradients, loss, num_tokens, num_answers = [], [], 0.0, 0, 0
         failure: LeanKError | None = None
         # Contexts of a comparison would take the place of one that has run ahead.
         may_compare = self.recipe.stage2.validation_contexts and phase.ends_tenth(self.step + 1)
@@ -395,13 +394,13 @@ class Run:
                     share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
                 if not may_compare and (coming := samples.peek()) is not None:
                     self.gradients.run_ahead(coming)
-                self._check_finite(share, sample)
+                gradients.append(self._take_gradient(share, sample))
             except LeanKError as error:  # also: no text of this length
                 failure = error
                 break
             loss += share.item() / batch_size
         self.ranks.check(failure)
-        return tasks, (loss, num_tokens, num_answers)
+        return tasks, (loss, num_tokens, num_answers), torch.stack(gradients)
 
     def _student(self, phase: Phase) -> Student:
         if phase.stage == 0:
@@ -418,10 +417,10 @@ class Run:
             )
         return Student(self._windows, straight_through(self._factors, self._channel_mask), sees)
 
-    def _check_finite(self, loss: Tensor, sample: TrainingSample) -> None:
-        gradient = self._factors.grad
+    def _take_gradient(self, loss: Tensor, sample: TrainingSample) -> Tensor:
+        gradient, self._factors.grad = self._factors.grad, None
         if gradient is not None and bool(torch.isfinite(loss) & torch.isfinite(gradient).all()):
-            return
+            return gradient
         raise LeanKError(
             f"step {self.step + 1}: the loss is {loss.item()} and not finite, or its gradient is not "
             f"({_describe(sample)}); the state before this step is saved",

@@ -302,16 +302,11 @@ class _SplitAttention(torch.autograd.Function):
             to_key = to_full[..., own].mT @ query.to(to_full.dtype) + to_middle[..., own].mT @ scaled
         if regions.middle_stop > regions.middle_start:
             if hidden is not None:
-                # The kernels then find weights of zero, not those of keys that these heads never saw.
+                # Weights are then zero, not those of keys that these heads never saw.
                 lse = lse.masked_fill(hidden[:, None], float("inf"))
             fitting = (query if scaled is None else scaled).to(key.dtype)
             keys, values = _middle(stored, regions)
-            share = query_gradient(to_pruned, fitting, keys, values, output, lse, scaling=scaling)
-            if factors is not None:
-                # Kernels took the mean of what reaches pruned V; that of the whole output is another.
-                other = (to_pruned * output).sum(-1, keepdim=True) - mean
-                mixed, mixed_lse = attend(fitting, keys, keys, scaling=scaling)
-                share = share + mixed * (other * scaling * torch.exp(mixed_lse - lse)[..., None])
+            share = query_gradient(to_pruned, fitting, keys, values, mean, lse, scaling=scaling)
             if to_scaled is None:
                 to_query += share
             else:

@@ -1,6 +1,7 @@
 """Steps launched as CUDA graphs against the same steps run as they are written."""
 
 import pytest
+import torch
 
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe_file import load_recipe
@@ -57,3 +58,17 @@ def test_captured_steps_learn_what_steps_as_written_learn(
             assert step.mean_factor == pytest.approx(own.mean_factor, rel=1e-3)
         for mask, own in zip(made.values(), masks[-1].values(), strict=True):
             assert (mask.channel_mask == own.channel_mask).float().mean() > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["leank", "duo-attention"])
+def test_a_run_on_a_gpu_repeats_bit_by_bit(method, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(_SETTINGS)
+    settings = [f"method={method}", "heads.steps=24", "model.dtype=bfloat16"]
+    recipe = load_recipe(tmp_path / "recipe.yaml", settings)
+    folders = [tmp_path / name for name in "ab"]
+    one, other = (train_masks("testbed", folder, recipe=recipe, device="cuda") for folder in folders)
+    for mask, again in zip(one.values(), other.values(), strict=True):
+        assert torch.equal(mask.channel_mask, again.channel_mask)
+    losses = [[step.distillation for step in read_log(folder / "leank" / "log.jsonl")] for folder in folders]
+    assert losses[0] == losses[1]

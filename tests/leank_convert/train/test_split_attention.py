@@ -212,7 +212,6 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
         with torch.device("cuda"):
             return case.naive(windows, sees, scaling, tensors)
 
-    # Gradients of the two are laid out differently: PyTorch takes cuDNN's plan of the first for both.
     for prunes_values in prunes:
         exact = run(naive, torch.float64, prunes_values)
         own = run(naive, torch.bfloat16, prunes_values)
