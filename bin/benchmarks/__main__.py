@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -40,7 +41,7 @@ _VALUES = click.option(
     help="Of V that heads keep of pruned tokens, such as 0.5. Default: what the mask says, else all.",
 )
 _SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
-_COUNT = click.IntRange(1, MAX_COUNT)
+_COUNT, _TOKENS = click.IntRange(1, MAX_COUNT), click.IntRange(1, MAX_TOKENS)
 _GIGABYTES = FiniteRange(0, 1e6, min_open=True)
 
 
@@ -236,6 +237,31 @@ _add(
     concurrency=([1, 8, 32, 64], [2]),
     memory=(40.0, 0.02),
 )
+
+
+@benchmark.command("answers")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@_DEVICE
+@click.option(
+    "--options", default="", metavar="TEXT", help="Of `vllm serve`, of the server that is compared."
+)
+@click.option(
+    "--hand-over", is_flag=True, help="Let a second server, on a second GPU, answer from its pages."
+)
+@click.option("--prompts", type=_COUNT, default=20, show_default=True)
+@click.option(
+    "--longest", type=_TOKENS, default=15872, show_default=True, help="Tokens of the longest prompt."
+)
+@click.option("--new", type=_TOKENS, default=64, show_default=True, help="Tokens of each answer.")
+@click.option("--memory", type=_GIGABYTES, default=3, show_default=True, help="GB of the cache.")
+@click.option("--peers", default="dense", show_default=True, help="vLLM's dense model; or none.")
+def answers(checkpoint: Path, **chosen: Any) -> None:
+    """Answers of vLLM's server to prompts of a real tokenizer, beside those of a plain one on one GPU."""
+    from bin.benchmarks.answers import benchmark_answers
+
+    click.echo(json.dumps(benchmark_answers(checkpoint, **chosen), allow_nan=False))
+
+
 _add(
     "train",
     "A training step, with one and with several questions, against its own prefill; and its peak memory.",

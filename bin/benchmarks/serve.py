@@ -14,13 +14,10 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +27,7 @@ from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
+from bin.benchmarks.server import QUIET, read_log, read_metric, start_server
 from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.vllm.pages import BLOCK_SIZE
@@ -37,13 +35,9 @@ from leank_convert.vllm.pages import BLOCK_SIZE
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
 _Bench = Callable[[list[str]], dict[str, Any]]
-_SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
 # How vLLM's log names the attention that it took, by itself or as it was told.
 _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
-# Where a server keeps what it compiles: each begins without, whoever ran before.
-_CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
-_QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 _IMPORTS = (
     "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, leank_convert.vllm.models, tilelang"
 )
@@ -118,7 +112,7 @@ def benchmark_serve(
         DENSE: f"{DENSE}: vLLM's own {stem} and attention, cache in {cache}",
     }
     # Else the first server's start would be the only one that waits for the disk.
-    subprocess.run([sys.executable, "-c", _IMPORTS], env={**os.environ, **_QUIET}, capture_output=True)
+    subprocess.run([sys.executable, "-c", _IMPORTS], env={**os.environ, **QUIET}, capture_output=True)
     sides: dict[str, Any] = {}
     for name in (OURS, *named):
         side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
@@ -130,7 +124,7 @@ def benchmark_serve(
                 _measure_side(report, name, side, loads, folder, log)
             except (LeanKError, KeyboardInterrupt) as error:
                 failed = isinstance(error, LeanKError)
-                for line in _read_log(log)[-_LINES_OF_LOG:] if failed else ():
+                for line in read_log(log)[-_LINES_OF_LOG:] if failed else ():
                     report.line(f"  {line}")
                 if not any(each["runs"] for each in sides.values()):
                     raise
@@ -156,7 +150,8 @@ def _measure_side(
     """Start a server and add to `side` what was measured, load by load."""
     bench = _load_bench()
     began = time.monotonic()
-    with _server(folder, side["options"], log) as url:
+    with start_server(folder, side["options"], log) as server:
+        url = server.wait()
         seconds = time.monotonic() - began
         side |= _read_size(url)
         if name != DENSE:  # vLLM tells that of the smallest group
@@ -177,16 +172,9 @@ def _kept_page(options: Sequence[str]) -> int:
     return int(words[words.index("--block-size") + 1]) if "--block-size" in words else BLOCK_SIZE
 
 
-def _read_metric(url: str, name: str) -> list[str]:
-    """The lines of a server's metric."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    return [line for line in text.splitlines() if line.startswith(name)]
-
-
 def _read_size(url: str) -> dict[str, int]:
     """Pages of the cache, and tokens of a page."""
-    (line,) = _read_metric(url, "vllm:cache_config_info{")[:1]
+    (line,) = read_metric(url, "vllm:cache_config_info{")[:1]
     names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
     return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
 
@@ -231,7 +219,7 @@ def _load_bench() -> _Bench:
 
     vLLM's files have been read then, so that no server waits for a disk to bring them.
     """
-    os.environ.update(_QUIET)
+    os.environ.update(QUIET)
     with redirect_stdout(io.StringIO()):  # also what the log goes to from here on
         from vllm.benchmarks.serve import add_cli_args, main
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -255,7 +243,7 @@ def _most_running(url: str) -> Iterator[list[int]]:
     def look() -> None:
         while not ended.wait(0.5):
             with suppress(OSError):
-                lines = _read_metric(url, "vllm:num_requests_running{")
+                lines = read_metric(url, "vllm:num_requests_running{")
                 seen.append(sum(int(float(line.split()[-1])) for line in lines))
 
     thread = threading.Thread(target=look)
@@ -265,43 +253,6 @@ def _most_running(url: str) -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-
-
-@contextmanager
-def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[str]:
-    """Start vLLM's server on a folder, with empty caches, and end it and all of its processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--port", str(port), *options]
-    caches = {name: str(folder.parent / name) for name in _CACHES}
-    url, latest = f"http://localhost:{port}", time.monotonic() + _SECONDS_TO_START
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env={**os.environ, **_QUIET, **caches}, stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        while True:
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            if process.poll() is not None or time.monotonic() > latest:
-                lines = _read_log(log)
-                said = [line for line in lines if "Error" in line] or lines or ["nothing"]
-                raise LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
-            time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with suppress(ProcessLookupError):  # the next side needs the memory of whatever is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _read_log(log: Path) -> list[str]:
-    return log.read_text(errors="replace").strip().splitlines() if log.exists() else []
 
 
 def _print_load(

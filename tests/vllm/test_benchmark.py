@@ -34,3 +34,13 @@ def test_all_sides_are_measured_on_as_much_memory():
     assert "serve, prompt 96, 8 new tokens, 4 requests, 2 at a time" in done.stderr
     assert dense["attention"] == "its only attention"  # GPUs have several
     assert "dense: vLLM's own LlamaForCausalLM and attention, cache in fp8" in done.stderr
+
+
+def test_two_servers_that_hand_over_answer_as_one(shipped):
+    options = "--device cpu --hand-over --prompts 1 --longest 500 --new 6 --memory 0.05 --peers none"
+    vllms = ("--options", "--dtype float32 --block-size 32")
+    done = run_python("-m", "bin.benchmarks", "answers", str(shipped), *options.split(), *vllms, timeout=600)
+    side = json.loads(done.stdout.splitlines()[-1])["sides"]["leank"]
+    assert side["equal_first_tokens"] == side["equal_one_by_one"] == side["equal_at_once"] == 1
+    assert side["moved_bytes"] > 0 and side["pieces"] > 1
+    assert "answers, 1 prompts, 6 new tokens" in done.stderr

@@ -1,0 +1,239 @@
+"""`bin/benchmark answers`: greedy answers of vLLM's server, beside those of a plain one on one GPU.
+
+What answers is a server with options, such as those of tensor parallelism, or two servers, of which one reads
+prompts and hands them over to the other. Prompts are Python's own library. A checkpoint is asked, and then
+vLLM's dense model on the same weights, whose answers part by rounding, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from openai import OpenAI, OpenAIError
+
+from bin.benchmarks.decode_attention import read_peers
+from bin.benchmarks.measuring import choose_benchmark_device
+from bin.benchmarks.server import Server, free_port, read_log, read_metric, start_server
+from bin.benchmarks.tables import Column, Report
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.tokenizer import load_tokenizer
+
+_COLUMNS = {
+    "first tokens": Column("equal_first_tokens", "{:.0f}"),
+    "one by one": Column("equal_one_by_one", "{:.0f}"),
+    "all at once": Column("equal_at_once", "{:.0f}"),
+    "TTFT ms": Column("first_token_milliseconds"),
+    "ITL ms": Column("token_milliseconds"),
+    "moved GB": Column("moved_bytes", "{:,.3f}", 1e9),
+    "move ms": Column("move_milliseconds"),
+    "pieces": Column("pieces", "{:,.0f}"),
+}
+_NOTES = (
+    "first tokens, one by one: answers that begin, or are, as the plain server's, asked one after the other",
+    "TTFT: time to first token; ITL: from token to token; medians, asked one after the other",
+    "moved: all prompts' pages, once; ms and pieces of a prompt, in the mean",
+)
+_READS = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class _Answer(NamedTuple):
+    tokens: list[int]
+    times: list[float]  # seconds from the request to each token
+    pages: Any  # which of them another server may fetch
+
+
+def benchmark_answers(
+    checkpoint: Path,
+    *,
+    device: str | None,
+    options: str,
+    hand_over: bool,
+    prompts: int,
+    longest: int,
+    new: int,
+    memory: float,
+    peers: str,
+) -> dict[str, Any]:
+    """Ask so many `prompts`, of a quarter of `longest` tokens to all of them, for `new` tokens each.
+
+    `options` are vLLM's, of the server that is compared, or of both that hand over. The cache of each takes
+    `memory` GB.
+    """
+    for package in ("vllm", *(["nixl"] if hand_over else [])):
+        if importlib.util.find_spec(package) is None:
+            raise LeanKError(f"{package} is not installed", hint="pip install 'leank-convert[vllm]' nixl")
+    chosen, named = choose_benchmark_device(device), read_peers(peers, ["dense"])
+    config = read_config(checkpoint)
+    if "leank" not in config:
+        raise LeanKError(
+            f"`{checkpoint}` is no checkpoint", hint="`leank-convert export` makes one of a model"
+        )
+    stock = {**config, "model_type": str(config.get("model_type")).removeprefix("leank_")}
+    facts = read_model_facts(stock, origin=str(checkpoint / CONFIG_NAME))
+    report = Report(chosen, {**vars(facts), "geometry": checkpoint.name})
+    shared = [
+        f"--kv-cache-memory-bytes={round(memory * 1e9)}",
+        f"--max-model-len={longest + new}",
+        "--no-enable-prefix-caching",
+    ]
+    dense = ["--hf-overrides", json.dumps({"architectures": [facts.architecture.causal_lm_class]})]
+    lengths = [longest // 4 + (longest - longest // 4) * (n + 1) // prompts for n in range(prompts)]
+    asked = _draw_prompts(checkpoint, lengths)
+    sides = {}
+    for name in ("leank", *named):
+        given = [*shared, *(dense if name == "dense" else [])]
+        with TemporaryDirectory() as folder:
+            start = partial(_start, checkpoint, Path(folder), is_cpu=chosen.type == "cpu")
+            compare = _hand_over if hand_over else _compare
+            try:
+                sides[name] = compare(start, given, asked, new, shlex.split(options))
+            except OpenAIError as error:
+                logs = [line for log in Path(folder).glob("*.log") for line in read_log(log)]
+                said = next((line for line in reversed(logs) if "Error" in line), None)
+                raise LeanKError(f"{name}: {first_line(error)}", said, exit_code=1) from error
+    report.table(f"answers, {prompts} prompts, {new} new tokens", _COLUMNS, sides.items(), _NOTES)
+    return report.document("answers", ok=True, lengths=lengths, new=new, sides=sides)
+
+
+def _draw_prompts(checkpoint: Path, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of Python's library, one stretch after the other."""
+    tokenizer, ids = load_tokenizer(checkpoint), []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        ids += tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        if len(ids) >= sum(lengths):
+            break
+    else:
+        raise LeanKError(
+            f"Python's library has {len(ids):,} tokens, and prompts take {sum(lengths):,}",
+            hint="lower `--prompts` or `--longest`",
+        )
+    ends = [*accumulate(lengths)]
+    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def _start(
+    checkpoint: Path, folder: Path, options: Sequence[str], gpu: int | None, role: str = "", *, is_cpu: bool
+) -> AbstractContextManager[Server]:
+    """Start a server on one GPU, or on all; that of a `role` moves pages by NIXL."""
+    environment = (
+        {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu % max(torch.cuda.device_count(), 1))}
+    )
+    nixl = {"kv_connector": "NixlConnector", "kv_role": role}
+    if is_cpu:
+        options, nixl["kv_buffer_device"] = [*options, "--enforce-eager"], "cpu"
+        environment |= {"UCX_TLS": "tcp,self,sm", "VLLM_CPU_OMP_THREADS_BIND": str(gpu or 0)}
+    if role:
+        options = [*options, "--kv-transfer-config", json.dumps(nixl)]
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    return start_server(checkpoint, options, folder / f"server{gpu}.log", **environment)
+
+
+def _compare(
+    start: Callable[..., Any], shared: list[str], prompts: list[list[int]], new: int, options: list[str]
+) -> dict[str, Any]:
+    """Ask a plain server, and then one with options."""
+    with start(shared, 0) as server:
+        ask = _asker(server, new)
+        wanted = [ask(prompt) for prompt in prompts]
+    with start([*shared, *options], None) as server:
+        ask = _asker(server, new)
+        return _hold([ask(prompt) for prompt in prompts], _at_once(ask, prompts), wanted)
+
+
+def _hand_over(
+    start: Callable[..., Any], shared: list[str], prompts: list[list[int]], new: int, options: list[str]
+) -> dict[str, Any]:
+    """Ask a server by itself, and then another that answers from its pages."""
+    with (
+        start([*shared, *options, "--enforce-eager"], 0, "kv_producer") as first,
+        start([*shared, *options], 1, "kv_consumer") as second,
+    ):
+        read, answer = _asker(first, new), _asker(second, new)
+
+        def ask(prompt: list[int]) -> _Answer:
+            return answer(prompt, kv_transfer_params=read(prompt, kv_transfer_params=_READS).pages)
+
+        wanted = [read(prompt) for prompt in prompts]
+        ask(prompts[0])  # what is compiled at its first use
+        before = _read_moved(second.url)
+        one_by_one = [ask(prompt) for prompt in prompts]
+        answer(prompts[0][:1])  # the server tells of a transfer with the step after it
+        moved = {name: value - before[name] for name, value in _read_moved(second.url).items()}
+        found = _hold(one_by_one, _at_once(ask, prompts), wanted)
+    return {
+        **found,
+        "moved_bytes": moved["bytes_transferred"],
+        "move_milliseconds": 1e3 * moved["xfer_time_seconds"] / len(prompts),
+        "pieces": moved["num_descriptors"] / len(prompts),
+    }
+
+
+def _read_moved(url: str) -> dict[str, float]:
+    names = ("bytes_transferred", "xfer_time_seconds", "num_descriptors")
+    lines = {name: read_metric(url, f"vllm:nixl_{name}_sum") for name in names}
+    return {name: sum(float(line.split()[-1]) for line in found) for name, found in lines.items()}
+
+
+def _asker(server: Server, new: int) -> Callable[..., _Answer]:
+    """What asks a server, once it answers, for so many tokens: of pages that another is to read, for one."""
+    client = OpenAI(base_url=f"{server.wait()}/v1", api_key="none", timeout=600, max_retries=0)
+    (model,) = (model.id for model in client.models.list())
+
+    def ask(prompt: list[int], **extra: Any) -> _Answer:
+        is_read = extra.get("kv_transfer_params") == _READS
+        asked = {"ignore_eos": True, "return_token_ids": True, **extra}
+        began, pages = time.perf_counter(), None
+        tokens: list[int] = []
+        times: list[float] = []
+        events: Any = client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=1 if is_read else new,
+            temperature=0,
+            stream=not is_read,
+            extra_body=asked,
+        )
+        for event in [events] if is_read else events:
+            pages = (event.model_extra or {}).get("kv_transfer_params")
+            for choice in event.choices:
+                found = (choice.model_extra or {}).get("token_ids") or []
+                tokens += found
+                times += [time.perf_counter() - began] * len(found)
+        return _Answer(tokens, times, pages)
+
+    return ask
+
+
+def _at_once(ask: Callable[[list[int]], _Answer], prompts: list[list[int]]) -> list[_Answer]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return [*pool.map(ask, prompts)]
+
+
+def _hold(one_by_one: list[_Answer], at_once: list[_Answer], wanted: list[_Answer]) -> dict[str, Any]:
+    """Count the answers that are equal to those wanted, and take medians of times."""
+    steps = [after - before for answer in one_by_one for before, after in pairwise(answer.times)]
+    return {
+        "equal_first_tokens": sum(
+            a.tokens[0] == b.tokens[0] for a, b in zip(one_by_one, wanted, strict=True)
+        ),
+        "equal_one_by_one": sum(a.tokens == b.tokens for a, b in zip(one_by_one, wanted, strict=True)),
+        "equal_at_once": sum(a.tokens == b.tokens for a, b in zip(at_once, wanted, strict=True)),
+        "first_token_milliseconds": 1e3 * statistics.median(answer.times[0] for answer in one_by_one),
+        "token_milliseconds": 1e3 * statistics.median(steps),
+    }
