@@ -24,8 +24,10 @@ def launch(
     tensors = [tensor.flatten(0, 1) for tensor in (gradient, query, key, value)]
     (heads, num_queries, head_dim), num_keys = tensors[1].shape, key.shape[2]
     properties = torch.cuda.get_device_properties(query.device)
-    # The larger block leaves room for one on a multiprocessor of Hopper or Blackwell, and for none on others.
-    rows, warps = (128, 8) if properties.shared_memory_per_multiprocessor > 200_000 else (64, 4)
+    channels = triton.next_power_of_2(head_dim)
+    # As many rows as shared memory has room for: Hopper and Blackwell of data centres have twice as much.
+    is_large = properties.major in (9, 10)
+    rows = (128 if is_large else 64) // (2 if channels > 128 else 1)
     blocks = triton.cdiv(num_queries, rows)
     stretches = min(2 * properties.multi_processor_count // (blocks * heads), num_keys // (4 * _KEYS))
     stretch = triton.cdiv(num_keys, max(stretches, 1) * _KEYS) * _KEYS
@@ -36,11 +38,11 @@ def launch(
             *(size for tensor in tensors for size in tensor.stride()[:2]),
             *(num_queries, num_keys, stretch, scaling),
             head_dim=head_dim,
-            channels=triton.next_power_of_2(head_dim),
+            channels=channels,
             block_rows=rows,
             block_keys=_KEYS,
-            num_warps=warps,
-            num_stages=3,
+            num_warps=8 if rows == 128 else 4,
+            num_stages=3 if is_large else 2,
         )
     return parts.sum(0).view(query.shape)
 
@@ -81,7 +83,7 @@ def _query_gradient(
     g = tl.load(gradient + head * gradient_head + row[:, None] * gradient_row + channel[None], is_own, 0.0)
     centre = tl.load(mean + head * num_queries + row, is_row, 0.0)[:, None]
     log_sum = tl.load(lse + head * num_queries + row, is_row, float("inf"))[:, None] * _LOG2_E
-    found = tl.zeros((block_rows, channels), tl.float32)
+    found = tl.full((block_rows, channels), 0.0, tl.float32)
     start = part * stretch
     for first in range(start, tl.minimum(start + stretch, num_keys), block_keys):
         token = first + tl.arange(0, block_keys).to(tl.int64)[:, None]
