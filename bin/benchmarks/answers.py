@@ -107,7 +107,8 @@ def benchmark_answers(
                 logs = [line for log in Path(folder).glob("*.log") for line in read_log(log)]
                 said = next((line for line in reversed(logs) if "Error" in line), None)
                 raise LeanKError(f"{name}: {first_line(error)}", said, exit_code=1) from error
-    report.table(f"answers, {prompts} prompts, {new} new tokens", _COLUMNS, sides.items(), _NOTES)
+    title = f"answers to prompts of {lengths[0]:,} to {longest:,} tokens, {new} new ones"
+    report.table(title, _COLUMNS, sides.items(), _NOTES)
     return report.document("answers", ok=True, lengths=lengths, new=new, sides=sides)
 
 

@@ -75,8 +75,8 @@ def export(
 
     earlier = out / "adapter"
     made_for = converted_for(earlier) if choices["overwrite"] else None
-    if adapter is not None:  # whether it fits the model is known when the checkpoint is written, the rest now
-        check_adapter(adapter, earlier, replaces=made_for is not None)
+    if adapter is not None:
+        check_adapter(adapter, earlier, model=model, replaces=made_for is not None)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model

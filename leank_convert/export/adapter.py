@@ -17,12 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import (
     ADAPTER_NAME,
     ADAPTER_WEIGHTS_NAME,
     CONFIG_NAME,
     FLOAT_DTYPES,
+    read_config,
     read_leank_config,
     read_leank_facts,
 )
@@ -105,9 +106,9 @@ def converted_for(folder: Path) -> str | None:
 
 
 def check_adapter(
-    adapter: str | Path, out: Path, *, replaces: bool = False
+    adapter: str | Path, out: Path, *, model: str | None = None, replaces: bool = False
 ) -> tuple[dict[str, Any], SafetensorsHeader]:
-    """Check an adapter without its checkpoint, as `convert_adapter` does; return its settings and header."""
+    """Check an adapter before there is a checkpoint of its `model`; return its settings and header."""
     if check_folder(out).exists() and any(out.iterdir()) and not replaces:
         raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
     folder = resolve_model(adapter)
@@ -115,6 +116,10 @@ def check_adapter(
     header = read_header(folder / ADAPTER_WEIGHTS_NAME)
     if "leank" in header.metadata:
         raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    if model is not None:
+        source = resolve_model(model)
+        facts = read_model_facts(read_config(source), origin=str(source / CONFIG_NAME))
+        _plan(header, facts, [[*range(facts.num_key_value_heads)]] * len(facts.layers), None, str(source))
     return settings, header
 
 
@@ -158,17 +163,18 @@ def _plan(
             continue
         module, part = f"model.{match[1]}", match[2]
         weight, is_whole = f"{module}.weight", part in _WHOLE
-        if weight not in shapes or not (is_whole or part in (*_OF_OUTPUTS, *_OF_INPUTS)):
+        if not (is_whole or part in (*_OF_OUTPUTS, *_OF_INPUTS)):
             raise _unknown(path, tensor)
-        dim = 1 if part in _OF_INPUTS else 0
-        if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
+        dim, shape = 1 if part in _OF_INPUTS else 0, shapes.get(weight)
+        if shape is None or len(tensor.shape) <= dim or tensor.shape[dim] != shape[dim]:
+            found = f"has no `{weight}`" if shape is None else f"has {list(shape)}"
             raise LeanKError(
-                f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the "
-                f"model is {list(shapes[weight])}: the adapter is another model's",
-                hint="name the checkpoint of the model that the adapter was trained on",
+                f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and the model "
+                f"{found}: the adapter is another model's",
+                hint="name the model that the adapter was trained on, or its checkpoint",
             )
         name = f"{module}.{part.removeprefix('base_layer.')}" if is_whole else weight
-        edit = plan_edit(name, tensor.shape if is_whole else shapes[weight], facts, orders, bases)
+        edit = plan_edit(name, tensor.shape if is_whole else shape, facts, orders, bases)
         if edit is None or not (is_whole or edit.dim == dim):
             continue
         if edit.bases is not None and "magnitude" in part:
@@ -196,7 +202,4 @@ def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:
-    return LeanKError(
-        f"`{path}`: of tensor `{tensor.name}` it is not known how heads lie in it",
-        hint=_MERGE,
-    )
+    return LeanKError(f"`{path}`: it is not known how heads lie in tensor `{tensor.name}`", hint=_MERGE)

@@ -37,7 +37,6 @@ class KeyStatistics:
     # The largest absolute value of each channel of V, as it is stored, float32 [L, H_kv, D].
     largest_value: Tensor
     num_tokens: int  # how many tokens were measured
-    num_contexts: int  # of how many contexts
 
     def largest_key(self, mean: Tensor | None = None) -> Tensor:
         """The largest absolute key of each channel less a mean, float32 [L, H_kv, D]; None for no mean."""
@@ -115,4 +114,4 @@ def measure_keys(
             )
         )
     highest, lowered, largest_value = ranks.combine(extremes, largest=True)
-    return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens, num_contexts)
+    return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens)

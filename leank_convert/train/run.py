@@ -114,11 +114,7 @@ class Run:
         )
         self._take_key_mean(measured.mean, measured.num_tokens)
         if self.ranks.is_first:
-            _logger.info(
-                "keys are centred: their mean was measured on %d tokens of %d contexts",
-                measured.num_tokens,
-                measured.num_contexts,
-            )
+            _logger.info("keys are centred: their mean was measured on %d tokens", measured.num_tokens)
 
     def measure_values(self, samples: SampleSource, *, progress: bool) -> None:
         """Measure the basis of V, if V is pruned and it is not known yet; raises as the function."""

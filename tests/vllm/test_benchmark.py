@@ -43,4 +43,4 @@ def test_two_servers_that_hand_over_answer_as_one(shipped):
     side = json.loads(done.stdout.splitlines()[-1])["sides"]["leank"]
     assert side["equal_first_tokens"] == side["equal_one_by_one"] == side["equal_at_once"] == 1
     assert side["moved_bytes"] > 0 and side["pieces"] > 1
-    assert "answers, 1 prompts, 6 new tokens" in done.stderr
+    assert "answers to prompts of 500 to 500 tokens, 6 new ones" in done.stderr
