@@ -25,11 +25,9 @@ from leank_convert.cli.options import (
     "-n",
     "--num-samples",
     type=click.IntRange(1, MAX_COUNT),
-    default=2,
-    show_default=True,
-    help="Prompts of each task at each of four lengths.",
+    help="Prompts of each task at each of four lengths. Default: 2.",
 )
-@click.option("--seed", type=SEED, default=1_000_000, show_default=True, help="Held-out prompts.")
+@click.option("--seed", type=SEED, help="Held-out prompts. Default: 1000000.")
 @recipe_option
 @set_option
 @device_option
@@ -38,8 +36,8 @@ from leank_convert.cli.options import (
 def analyze(
     artifact: str,
     model: str | None,
-    num_samples: int,
-    seed: int,
+    num_samples: int | None,
+    seed: int | None,
     recipe_name: str | None,
     overrides: tuple[str, ...],
     device: str | None,
@@ -53,9 +51,9 @@ def analyze(
     frequencies. Writes files only with --out.
     """
     if model is None:
-        options = {"--recipe": recipe_name, "--set": overrides, "--device": device}
-        for name, given in options.items():
-            if given:
+        options = {"--recipe": recipe_name, "--set": overrides or None, "--device": device}
+        for name, given in {**options, "--num-samples": num_samples, "--seed": seed}.items():
+            if given is not None:
                 raise click.UsageError(f"{name} goes with --model")
     from leank_convert.analyze.report import AnalysisReport, check_writable, load_artifact
     from leank_convert.report.distribution import analyze_mask
@@ -70,9 +68,8 @@ def analyze(
 
         run = Path(artifact).expanduser()
         recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)
-        measured = measure(
-            mask, artifact, model, recipe, num_samples=num_samples, seed=seed, device=device, progress=True
-        )
+        asked = {"num_samples": num_samples or 2, "seed": 1_000_000 if seed is None else seed}
+        measured = measure(mask, artifact, model, recipe, **asked, device=device, progress=True)
     report = AnalysisReport(mask, analyze_mask(mask, element_bytes), measured, artifact)
     if out is not None:
         click.echo(report.write(out), err=True)

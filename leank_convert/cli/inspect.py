@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from leank_convert.cli.options import MAX_TOKENS, json_option
-from leank_convert.errors import shorten
+from leank_convert.errors import LeanKError, shorten
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
@@ -62,6 +62,10 @@ def inspect(
         if value is not None and memory is None:
             raise click.UsageError(f"{name} goes with --memory")
     facts = inspect_artifact(path, None if memory is None else Load(memory, tokens or 8192, kv_dtype))
+    if with_recipe and not (facts.get("provenance") or {}).get("recipe"):
+        raise LeanKError(
+            f"`{path}` does not say by which recipe it was made", hint="leave `--with-recipe` out"
+        )
     click.echo(
         json.dumps(facts) if as_json else render_inspection(facts, with_recipe=with_recipe), nl=as_json
     )

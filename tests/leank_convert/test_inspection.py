@@ -10,7 +10,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, save_mask
-from tests.checks import edit_json, fitting_mask, provenance_of, refusal
+from tests.checks import edit_json, fitting_mask, provenance_of, refusal, rejected
 from tests.leank_convert.onnx.conftest import change_description
 
 
@@ -162,6 +162,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
     source = source_model("qwen2", dtype="bfloat16")  # 3 layers, 4 KV heads of 4 channels, 512 positions
     facts = inspect_artifact(source)
     assert (facts["kind"], facts["model_type"], facts["recipe"]) == ("model", "qwen2", None)
+    assert "does not say by which recipe" in rejected("inspect", source, "--with-recipe")
     assert facts["bytes_per_token"] == {
         "key_dense": 96,
         "value_dense": 96,

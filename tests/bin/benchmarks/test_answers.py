@@ -3,34 +3,24 @@
 from contextlib import contextmanager
 from functools import partial
 
-import pytest
-
 from bin.benchmarks import answers
 
-# What a plain server says to three prompts, and one with options: first tokens of two are the same.
-PLAIN, OTHER = {1: [5, 6], 2: [7, 8], 3: [9, 9]}, {1: [5, 6], 2: [7, 0], 3: [0, 9]}
 
-
-@pytest.fixture
-def start(monkeypatch):
-    """Starts servers that only note their options; the one with any answers otherwise."""
+def test_answers_are_held_to_those_of_a_plain_server(monkeypatch):
+    # What a plain server says to three prompts, and one with options: first tokens of two are the same.
+    plain, other = {1: [5, 6], 2: [7, 8], 3: [9, 9]}, {1: [5, 6], 2: [7, 0], 3: [0, 9]}
     started = []
 
     @contextmanager
     def start(options, gpu):
         started.append((options, gpu))
-        yield PLAIN if gpu == 0 else OTHER
+        yield plain if gpu == 0 else other
 
     def ask(server, prompt):
         return answers._Answer(server[prompt[0]], [0.5, 0.75], None)
 
     monkeypatch.setattr(answers, "_asker", lambda server, new: partial(ask, server))
-    return started, start
-
-
-def test_answers_are_held_to_those_of_a_plain_server(start):
-    started, begin = start
-    found = answers._compare(begin, ["--shared"], [[1], [2], [3]], 2, ["--own"])
+    found = answers._compare(start, ["--shared"], [[1], [2], [3]], 2, ["--own"])
     assert started == [(["--shared"], 0), (["--shared", "--own"], None)]
     assert found == {
         "equal_first_tokens": 2,

@@ -104,6 +104,7 @@ def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(
         ("llama-model", "", "holds no `channel_mask.safetensors`"),
         ("mask.npy", "--set data.max_length=9", "--set goes with --model"),
         ("mask.npy", "--device cpu", "--device goes with --model"),
+        ("mask.npy", "--seed 0", "--seed goes with --model"),
         ("mask.npy", "--model someone/some-model", "no packaged recipe for `someone/some-model`"),
         ("mask.npy", "--model testbed --device toaster", "toaster"),
         (
