@@ -246,13 +246,17 @@ _add(
     "--options", default="", metavar="TEXT", help="Of `vllm serve`, of the server that is compared."
 )
 @click.option(
-    "--hand-over", is_flag=True, help="Let a second server, on a second GPU, answer from its pages."
+    "--hand-over",
+    is_flag=True,
+    help="Let a second server answer from its pages, on a second GPU where there is one.",
 )
 @click.option("--prompts", type=_COUNT, default=20, show_default=True)
 @click.option(
     "--longest", type=_TOKENS, default=15872, show_default=True, help="Tokens of the longest prompt."
 )
-@click.option("--new", type=_TOKENS, default=64, show_default=True, help="Tokens of each answer.")
+@click.option(
+    "--new", type=click.IntRange(2, MAX_TOKENS), default=64, show_default=True, help="Tokens of each answer."
+)
 @click.option("--memory", type=_GIGABYTES, default=3, show_default=True, help="GB of the cache.")
 @click.option("--peers", default="dense", show_default=True, help="vLLM's dense model; or none.")
 def answers(checkpoint: Path, **chosen: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import statistics
 import sysconfig
@@ -23,7 +24,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from openai import OpenAI, OpenAIError
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.measuring import choose_benchmark_device
@@ -78,6 +78,8 @@ def benchmark_answers(
     for package in ("vllm", *(["nixl"] if hand_over else [])):
         if importlib.util.find_spec(package) is None:
             raise LeanKError(f"{package} is not installed", hint="pip install 'leank-convert[vllm]' nixl")
+    from openai import OpenAIError  # which comes with vLLM
+
     chosen, named = choose_benchmark_device(device), read_peers(peers, ["dense"])
     config = read_config(checkpoint)
     if "leank" not in config:
@@ -132,9 +134,11 @@ def _start(
     checkpoint: Path, folder: Path, options: Sequence[str], gpu: int | None, role: str = "", *, is_cpu: bool
 ) -> AbstractContextManager[Server]:
     """Start a server on one GPU, or on all; that of a `role` moves pages by NIXL."""
-    environment = (
-        {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu % max(torch.cuda.device_count(), 1))}
-    )
+    environment = {}
+    if gpu is not None and not is_cpu:
+        every = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)]
     nixl = {"kv_connector": "NixlConnector", "kv_role": role}
     if is_cpu:
         options, nixl["kv_buffer_device"] = [*options, "--enforce-eager"], "cpu"
@@ -193,6 +197,8 @@ def _read_moved(url: str) -> dict[str, float]:
 
 def _asker(server: Server, new: int) -> Callable[..., _Answer]:
     """What asks a server, once it answers, for so many tokens: of pages that another is to read, for one."""
+    from openai import OpenAI
+
     client = OpenAI(base_url=f"{server.wait()}/v1", api_key="none", timeout=600, max_retries=0)
     (model,) = (model.id for model in client.models.list())
 
