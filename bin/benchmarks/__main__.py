@@ -83,7 +83,7 @@ def benchmark(debug: bool) -> None:
     """Measure speed and memory beside dense peers in the same process.
 
     Tables go to stderr; the last line of stdout is one JSON document. Results are checked before they are
-    timed, but for those of `serve`: what is wrong gets no figure, and the command exits 1.
+    timed, but for `serve` and `answers`: what is wrong gets no figure, and the command exits 1.
     """
     configure_logging(debug)
 

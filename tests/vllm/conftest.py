@@ -294,8 +294,8 @@ def run_python(*arguments: object, timeout: int, **environment: str) -> subproce
 def run_engines(runs: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, Said]:
     """Runs of engines, one after the other in a process: that takes longer to start than they take.
 
-    Whose drafts are n-grams has a process of its own: numba leaves threads behind that vLLM's kernels on some
-    CPUs do not expect, and the next engine answers wrongly.
+    Whose drafts are n-grams has a process of its own: on a CPU without AVX-512 engines that came after it in
+    its process answered wrongly, with vLLM's own classes, too. Torch had two threads there in place of one.
     """
     alone = {name for name, run in runs.items() if run["options"].get("speculative_config") == NGRAMS}
     groups = [[name for name in runs if name not in alone], *([name] for name in runs if name in alone)]
