@@ -83,6 +83,11 @@ class LeanKMixin:
                 "this CPU has no instructions for bfloat16, in which the model was loaded: with "
                 '`dtype="float32"` it is several times faster'
             )
+        if len(places := set(getattr(model, "hf_device_map", {}).values())) > 1:
+            logger.warning(
+                f"the model lies on {len(places)} devices, so its decode steps cannot be captured: where one "
+                'GPU holds it, `device_map="cuda"` makes them several times faster'
+            )
         return (model, info) if output_loading_info else model
 
     def get_correct_attn_implementation(

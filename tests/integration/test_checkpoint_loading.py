@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -79,6 +80,18 @@ def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
     store = result[CACHE].layers[0].store
     assert store.kept_keys.dtype == store.window_values.dtype == dtype
     assert result.sequences.shape == (2, 43)
+
+
+def test_a_model_that_lies_on_several_devices_says_what_that_costs(converted, load, tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    places = {"model": "cpu", "lm_head": "disk"}
+    folder = converted(widths=WIDTHS).folder
+    load(folder, device_map=places, offload_folder=tmp_path)
+    assert "the model lies on 2 devices, so its decode steps cannot be captured" in caplog.text
+    assert '`device_map="cuda"` makes them several times faster' in caplog.text
+    caplog.clear()
+    load(folder, device_map="cpu")
+    assert "devices" not in caplog.text
 
 
 def test_the_text_generation_pipeline_generates(converted, load):
