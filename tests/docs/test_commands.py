@@ -12,8 +12,6 @@ process, on few samples where a page asks for many. A `yaml` or `python` block w
 `# NAME.yaml` or `# NAME.py` is written to that file; YAML has to be a recipe.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The scripts in examples/ run on the shipped model, at little cost."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Pages that repeat what code holds: the keys of files that others read, the table of methods."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The real model, SmolLM2-135M-Instruct as `bin/fetch-smollm2` writes it, and checkpoints of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

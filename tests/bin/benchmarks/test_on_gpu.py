@@ -1,7 +1,5 @@
 """The commands on a CUDA device, at toy sizes: graphs are captured, peers run, peaks are counted."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny GGUFs of the forms of SmolLM2's and Qwen2.5-Coder's, written by the `gguf` library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

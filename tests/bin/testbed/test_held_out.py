@@ -1,7 +1,5 @@
 """The measure of the shipped model's figures."""
 
-from __future__ import annotations
-
 import random
 
 import torch

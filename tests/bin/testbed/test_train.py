@@ -1,7 +1,5 @@
 """How the shipped model is trained: what its batches hold and when they grow."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
