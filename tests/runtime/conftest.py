@@ -8,14 +8,7 @@ import pytest
 import torch
 import transformers
 
-from runtime import (
-    configuration_leank,
-    graph_leank,
-    layer_leank,
-    model_state_leank,
-    modeling_leank,
-    pages_leank,
-)
+from runtime import configuration_leank, graph_leank, layer_leank, model_state_leank, modeling_leank
 from runtime.fp8_leank import SCALE_NAMES
 from tests.runtime.conversation import ModelPair
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
@@ -161,12 +154,6 @@ def rotate_values(pair: ModelPair) -> None:
 def model(model_pair: Callable[..., ModelPair]) -> Any:
     """Of two layers, whose heads keep as many channels as `WIDTHS` says."""
     return model_pair(WIDTHS).leank
-
-
-@pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of four tokens."""
-    monkeypatch.setattr(pages_leank, "PAGE", 4)
 
 
 @pytest.fixture

@@ -11,18 +11,17 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.attention_leank import leank_attention
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import WIDTHS, ids
+from tests.runtime.tiny_inputs import WIDTHS, feed, ids
 from tests.tiny_families import random_mask
 
 LENGTHS = [20, 33, 5]
 
 
 def prefilled(model, lengths=LENGTHS, **kwargs):
-    with torch.no_grad():
-        return [
-            model(ids(1, length, seed), cache=model.build_cache(**kwargs))[CACHE]
-            for seed, length in enumerate(lengths)
-        ]
+    return [
+        feed(model, ids(1, length, seed), model.build_cache(**kwargs))[CACHE]
+        for seed, length in enumerate(lengths)
+    ]
 
 
 def test_layers_are_joined_one_by_one(model):
@@ -76,8 +75,7 @@ def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
     ):
         with pytest.raises(ValueError, match=message):
             fork(cache, **sizes)
-    with torch.no_grad():
-        model(ids(1, 1), cache=cache)
+    feed(model, ids(1, 1), cache)
     with pytest.raises(ValueError, match="pruned already cannot be forked"):
         fork(cache)
 

@@ -8,12 +8,13 @@ import torch
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
 from bin.benchmarks.decode_attention import fill_layer
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.codec_leank import Int4
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
 from runtime.tools import concatenate
 from tests.runtime.conversation import NUMBERS, in_eight_bits
-from tests.runtime.tiny_inputs import ids
+from tests.runtime.tiny_inputs import feed, ids
 
 
 def test_fp8_is_clamped_and_rounded_to_the_nearest_even():
@@ -84,10 +85,9 @@ def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, mod
         logits = []
         for dtype in ("auto", kv_dtype):
             cache = model.build_cache(kv_dtype=dtype)
-            with torch.no_grad():
-                model(ids(4, 360), cache=cache)
-                steps = ids(4, 24, seed=1).split(1, 1)
-                logits.append(torch.cat([model(token, cache=cache).logits for token in steps], 1))
+            feed(model, ids(4, 360), cache)
+            steps = ids(4, 24, seed=1).split(1, 1)
+            logits.append(torch.cat([feed(model, token, cache).logits for token in steps], 1))
         exact, rounded = (x.double().log_softmax(-1) for x in logits)
         losses.append(float((exact.exp() * (exact - rounded)).sum(-1).mean()))
     assert 0 < losses[1] <= 2 * losses[0]
@@ -100,8 +100,7 @@ def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair):
     for length in (640, 1280):
         cache = model.build_cache(kv_dtype=kv_dtype)
         cache.reserve(length)
-        with torch.no_grad():
-            model(ids(1, length), cache=cache)
+        feed(model, ids(1, length), cache)
         memories.append(cache.memory())
     numbers = (32 + 64 + 128) + 3 * 128
     for kind in ("used", "allocated"):
@@ -153,10 +152,9 @@ def test_what_is_no_dtype_or_does_not_go_together_is_refused(coded_pair):
     ):
         with pytest.raises(ValueError, match=r"kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`$"):
             refused()
-    caches = [model.build_cache(kv_dtype=kv_dtype) for kv_dtype in ("fp8", "auto")]
-    for cache in caches:
-        with torch.no_grad():
-            model(ids(1, 9), cache=cache)
+    caches = [
+        feed(model, ids(1, 9), model.build_cache(kv_dtype=kv_dtype))[CACHE] for kv_dtype in ("fp8", "auto")
+    ]
     with pytest.raises(ValueError, match=r"^cache 1 has kv_dtype auto, cache 0 has fp8$"):
         concatenate(caches)
 

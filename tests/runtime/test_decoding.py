@@ -5,7 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from runtime import graph_leank
+from runtime import graph_leank, pages_leank
 from tests.runtime.conversation import Conversation
 from tests.tiny_families import FAMILIES, OPTIONS, some_families
 
@@ -187,8 +187,9 @@ def test_captured_steps_of_kernels_follow_the_rule(codec, way, graphs, build, mo
     [(sizes, False) for sizes in SIZES if sizes != "usual"]
     + [(sizes, True) for sizes in ("nothing but flush 1", "long sink", "huge ring")],
 )
-def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, build, small_pages, request):
+def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, build, monkeypatch, request):
     """In pages of four tokens, so that sinks fill, rings go round and windows grow while decoding."""
+    monkeypatch.setattr(pages_leank, "PAGE", 4)
     if is_captured:
         request.getfixturevalue("graphs")
     sink, recent, flush = SIZES[sizes]

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
-from tests.runtime.tiny_inputs import WIDTHS, feed_both, feed_turns, ids, padded
+from tests.runtime.tiny_inputs import WIDTHS, feed, feed_both, feed_turns, ids, padded
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
@@ -91,10 +91,9 @@ def test_a_model_without_a_head(fused_steps, build):
     model = LeanKLlamaModel(whole.config).eval()
     model.load_state_dict(whole.model.state_dict())
     caches = model.build_cache(), model.build_cache(use_graphs=False)
-    with torch.no_grad():
-        for count in (15, 1, 1, 1):
-            ours, stock = (model(ids(2, count), cache=cache).last_hidden_state for cache in caches)
-            torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
+    for count in (15, 1, 1, 1):
+        ours, stock = (feed(model, ids(2, count), cache).last_hidden_state for cache in caches)
+        torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
     assert len(fused_steps) == 2
 
 
@@ -142,11 +141,8 @@ def test_a_patched_class_is_run(patched, package, fused_steps, build, monkeypatc
 
 def storages(model) -> int:
     """Bytes that a model's parameters hold."""
-    found = {
-        parameter.untyped_storage().data_ptr(): parameter.untyped_storage()
-        for parameter in model.parameters()
-    }
-    return sum(storage.nbytes() for storage in found.values())
+    held = (parameter.untyped_storage() for parameter in model.parameters())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
@@ -221,6 +217,10 @@ def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, buil
     assert cache.graph.num_replays == 2
 
 
+def backward(model):
+    model.train()(ids(1, 5), labels=ids(1, 5)).loss.backward()
+
+
 def test_models_that_share_parameters_share_fused_ones(fused_steps, build):
     model = build()
     compare(model)
@@ -229,13 +229,11 @@ def test_models_that_share_parameters_share_fused_ones(fused_steps, build):
         owner, _, leaf = name.rpartition(".")
         setattr(other.get_submodule(owner), leaf, parameter)
     held = storages(model)
-    with torch.no_grad():
-        cache = other.build_cache()
-        for count in (15, 1, 1):
-            other(ids(2, count), cache=cache)
+    cache = other.build_cache()
+    for count in (15, 1, 1):
+        feed(other, ids(2, count), cache)
     assert storages(model) == held and len(fused_steps) == 4
-    model.train()
-    model(ids(1, 5), labels=ids(1, 5)).loss.backward()
+    backward(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -246,8 +244,7 @@ def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build):
         state = model.state_dict()
     assert fused_steps
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *state.values()))
-    model.train()
-    model(ids(1, 5), labels=ids(1, 5)).loss.backward()
+    backward(model)
     torch.optim.SGD(model.parameters(), 0.1).step()
     compare(model.eval())
 

@@ -11,15 +11,14 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
-from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed_both, feed_turns, ids, padded
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed, feed_both, feed_turns, ids, padded
 
 
 def step(model, cache, seed=0) -> torch.Tensor:
     """Feed one token to every row."""
     position = torch.full((1, 1), cache.get_seq_length())
-    with torch.no_grad():
-        token = ids(cache.rows.lengths.shape[0], 1, seed)
-        return model(token, position_ids=position, cache=cache).logits
+    token = ids(cache.rows.lengths.shape[0], 1, seed)
+    return feed(model, token, cache, position_ids=position).logits
 
 
 def fed(model, turns, expect_replays, mask=None, **how):
@@ -184,9 +183,7 @@ class TestFailure:
         graphs.append(RuntimeError("operation not permitted"))
         for count in (3, 1, 4, 1, 2, 2):
             tokens = ids(2, count, count)
-            with torch.no_grad():
-                ours, eager = (model(tokens, cache=each).logits for each in (cache, plain))
-            assert_close(model, ours, eager)
+            assert_close(model, *(feed(model, tokens, each).logits for each in (cache, plain)))
         assert (cache.graph.num_captures, cache.graph.num_replays) == (2, 4)
 
     def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model, monkeypatch):
@@ -221,8 +218,8 @@ class TestFailure:
     def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model):
         cache = model.build_cache()
         feed_turns(model, cache, [15, 1])
-        with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
-            model(torch.full((2, 1), 999), cache=cache)
+        with pytest.raises((IndexError, RuntimeError)):
+            feed(model, torch.full((2, 1), 999), cache)
 
 
 def test_graphs_can_be_switched_off_and_on(graphs, model):

@@ -5,7 +5,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed_both, ids
+from tests.runtime.tiny_inputs import feed, feed_both, ids
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -22,14 +22,12 @@ def model(model_pair):
     return model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", **SLIDING).leank
 
 
-@torch.no_grad()
 def prefilled(model, length, seed=0):
-    return model(ids(1, length, seed), cache=model.build_cache())[CACHE]
+    return feed(model, ids(1, length, seed), model.build_cache())[CACHE]
 
 
-@torch.no_grad()
-def decoded(model, cache, tokens, positions, **masks):
-    return model(tokens, position_ids=positions, cache=cache, **masks).logits
+def decoded(model, cache, tokens, positions):
+    return feed(model, tokens, cache, position_ids=positions).logits
 
 
 def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
@@ -51,8 +49,7 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     # transformers' layers keep zeros in the place of what they drop: in older releases, and where they hold a
     # state, of as many rows as it had.
     cache = model.build_cache("deferred")
-    with torch.no_grad():
-        model(ids(1, length).expand(2, -1), cache=cache)
+    feed(model, ids(1, length).expand(2, -1), cache)
     drop(cache)
     positions = torch.arange(12)[None]
     expected = decoded(model, model.build_cache("deferred"), ids(1, 12, 1), positions)

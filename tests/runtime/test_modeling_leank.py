@@ -12,19 +12,14 @@ from transformers.utils import logging as transformers_logging
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import modeling_leank
 from runtime.modeling_leank import LeanKLlamaForCausalLM
-from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed_turns, one_row
+from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed, feed_turns, ids, one_row
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, 64, (3, 21), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate([0, 9, 20]):
-        ids[row, :padding] = 0
-        mask[row, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    mask = (torch.arange(21) >= torch.tensor([[0], [9], [20]])).long()
+    return {"input_ids": ids(3, 21, 5) * mask, "attention_mask": mask}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair):
     expected, cache = model.generate(one_row(), **GREEDY), model.build_cache()
     assert model.generate(one_row(), **GREEDY, **{name: cache}).tolist() == expected.tolist()
     assert cache.get_seq_length() == expected.shape[1] - 1
-    with torch.no_grad():
+    with torch.no_grad():  # by its name, which `feed` chooses
         assert model(expected[:, -1:], **{name: cache})[CACHE] is cache
     assert cache.get_seq_length() == expected.shape[1]
 
@@ -106,16 +101,15 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
 
 def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair):
     model = model_pair([[0, 4], [4, 8]]).leank
-    with torch.no_grad():
-        cache = model(one_row())[CACHE]
+    cache = feed(model, one_row())[CACHE]
     model.generation_config.prune = "deferred"
-    ids = torch.cat([one_row(), one_row(3)], dim=1)
+    tokens = torch.cat([one_row(), one_row(3)], dim=1)
     with pytest.raises(ValueError, match="it cannot change to `deferred`"):
-        model.generate(ids, cache=cache, prune="deferred", **GREEDY)
-    model.generate(ids, cache=cache, **GREEDY)
+        model.generate(tokens, cache=cache, prune="deferred", **GREEDY)
+    model.generate(tokens, cache=cache, **GREEDY)
     assert cache.prune == "eager"
     empty = model.build_cache()
-    model.generate(ids, cache=empty, **GREEDY)
+    model.generate(tokens, cache=empty, **GREEDY)
     assert empty.prune == "deferred"
 
 
@@ -146,20 +140,17 @@ def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair):
     model = model_pair([[0, 3, 16], [4, 8, 8]]).leank
     cache, expected = model.build_cache(), model.build_cache()
     for seed, count in enumerate(turns):
-        ids = torch.randint(3, 64, (2, count), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            exact = model(ids, cache=expected).logits
-            with torch.autocast("cpu", dtype=dtype):
-                ours = model(ids, cache=cache).logits
+        exact = feed(model, ids(2, count, seed), expected).logits
+        with torch.autocast("cpu", dtype=dtype):
+            ours = feed(model, ids(2, count, seed), cache).logits
         assert (ours - exact).norm() < 0.03 * exact.norm()
 
 
 def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair):
     model = model_pair([[0, 4], [4, 8]]).leank
-    ids = one_row()
-    cache = model(ids)[CACHE]
+    cache = model(one_row())[CACHE]
     for _ in range(3):
-        model(ids[:, :1], cache=cache).logits.sum().backward()
+        model(one_row(1), cache=cache).logits.sum().backward()
     assert copy.deepcopy(cache).get_seq_length() == 24
 
 
@@ -184,13 +175,12 @@ def test_a_dynamic_cache_in_a_generation_config_means_the_own_one(where, model_p
 
 def test_custom_masks_need_no_cache(model_pair):
     pair = model_pair(everything())
-    ids = one_row(4)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    given = {"input_ids": one_row(4), "attention_mask": torch.ones(4, 4, dtype=torch.bool).tril()[None, None]}
     with pytest.raises(ValueError, match="2-D padding mask"):
-        pair.leank(ids, attention_mask=mask)
+        pair.leank(**given)
     with torch.no_grad():
-        ours = pair.leank(ids, attention_mask=mask, use_cache=False).logits
-        assert torch.equal(ours, pair.dense(ids, attention_mask=mask, use_cache=False).logits)
+        ours, dense = (each(**given, use_cache=False).logits for each in (pair.leank, pair.dense))
+    assert torch.equal(ours, dense)
 
 
 @pytest.mark.parametrize("request_", [None, "leank", "sdpa", "eager"])
@@ -254,11 +244,10 @@ def test_without_a_cache_a_compiled_model_is_one_graph(model_pair):
 
 def test_an_inner_model_called_directly_cannot_decode_densely(model_pair):
     model = model_pair(everything()).leank
-    ids = one_row()
     with torch.no_grad():
-        dense = model.model(ids, use_cache=True)
+        dense = model.model(one_row(), use_cache=True)
         with pytest.raises(ValueError, match=r"22 keys for 1 queries: .* `model.build_cache\(\)`"):
-            model.model(ids[:, :1], **{CACHE: dense[CACHE]})
+            model.model(one_row(1), **{CACHE: dense[CACHE]})
         cache = model.build_cache()
         model.model(**padded_batch(), **{CACHE: cache})
     assert cache.rows.lengths.tolist() == [21, 12, 1]

@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
-from tests.runtime.tiny_inputs import GREEDY, everything, one_row
+from tests.runtime.tiny_inputs import GREEDY, everything, feed, one_row
 from tests.tiny_families import random_mask
 
 
@@ -62,12 +62,11 @@ def test_training_mode_refuses_a_cache(model_pair):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, columns, model_pair):
     model = model_pair(everything()).leank
-    with torch.no_grad():
-        cache = model(one_row().expand(2, -1))[CACHE]
-        with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
-            model(one_row(columns).expand(rows, -1), cache=cache)
-        assert cache.get_seq_length() == 21 and cache.rows.lengths.tolist() == [21, 21]
-        model(one_row(1).expand(2, -1), cache=cache)
+    cache = feed(model, one_row().expand(2, -1))[CACHE]
+    with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
+        feed(model, one_row(columns).expand(rows, -1), cache)
+    assert cache.get_seq_length() == 21 and cache.rows.lengths.tolist() == [21, 21]
+    feed(model, one_row(1).expand(2, -1), cache)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +133,12 @@ def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):
 @pytest.mark.parametrize("width", [1, 21, 23])
 def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_pair):
     model = model_pair(everything()).leank
-    ids = one_row()
-    with torch.no_grad():
-        cache = model(ids)[CACHE]
-        with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
-            model(ids[:, :1], attention_mask=torch.ones(1, width), cache=cache)
-        with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
-            model(ids, attention_mask=torch.ones(1, 21 + width), cache=model.build_cache())
-        output = model(ids[:, :1], attention_mask=torch.ones(1, 22), cache=cache)
-    assert output[CACHE].get_seq_length() == 22
+    cache = feed(model, one_row())[CACHE]
+    with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
+        feed(model, one_row(1), cache, attention_mask=torch.ones(1, width))
+    with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
+        feed(model, one_row(), model.build_cache(), attention_mask=torch.ones(1, 21 + width))
+    assert feed(model, one_row(1), cache, attention_mask=torch.ones(1, 22))[CACHE].get_seq_length() == 22
 
 
 @pytest.mark.parametrize("request_", ["flex_attention", "flash_attention_2", "paged|eager"])

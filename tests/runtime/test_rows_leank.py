@@ -6,21 +6,17 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.pages_leank import PageTables, spread_pages
 from runtime.rows_leank import RowState
-from tests.runtime.tiny_inputs import WIDTHS, row
+from tests.runtime.tiny_inputs import WIDTHS, feed, ids
 
 
-def test_a_decode_step_without_padding_asks_nothing_of_the_device():
+def test_a_decode_step_asks_nothing_of_the_device():
     """Meta tensors have no data: whatever reads a value raises."""
-    rows = RowState(3, 6, 4, "eager")
-    meta = torch.device("meta")
+    rows, meta = RowState(3, 6, 4, "eager"), torch.device("meta")
     rows.step(0, 2, 30, None, meta)
     for start in range(30, 50):
         step = rows.step(start, 2, 1, None, meta)
         assert step.append is not None and step.append.bounds == [start + 1] * 2
-
-
-def test_a_padded_decode_step_asks_nothing_of_the_device():
-    rows, meta = RowState(3, 6, 4, "eager"), torch.device("meta")
+    rows = RowState(3, 6, 4, "eager")  # with padding
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[1, :11] = False
     rows.step(0, 2, 30, mask, torch.device("cpu"))
@@ -90,8 +86,7 @@ def test_growth_takes_few_steps():
 
 def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair):
     pair = model_pair(WIDTHS)
-    with torch.no_grad():
-        cache = pair.leank(torch.stack([row(70, 0), row(70, 1), row(70, 2)]))[CACHE]
+    cache = feed(pair.leank, ids(3, 70))[CACHE]
     pools = [layer.store.kept_keys for layer in cache.layers]
     expected = [pool.view(3, -1, *pool.shape[1:])[[2, 0, 0]] for pool in pools]
     addresses = cache.addresses()

@@ -10,17 +10,27 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import feed, ids, padded, row
+from tests.runtime.tiny_inputs import feed, ids, padded
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
+def pages(cache, pool, runs) -> set[int]:
+    """Pages that rows have in a pool."""
+    stores = [layer.store for layer in cache.layers]
+    assert all(len(getattr(store, pool)) == sum(getattr(store.tables, runs)) for store in stores)
+    return {run for store in stores for run in getattr(store.tables, runs)}
+
+
 def capacities(cache) -> set[int]:
     """Tokens that rows have room for."""
-    stores = [layer.store for layer in cache.layers]
-    assert all(len(store.kept_keys) == sum(store.tables.runs) for store in stores)
-    return {run * 64 for store in stores for run in store.tables.runs}
+    return {64 * run for run in pages(cache, "kept_keys", "runs")}
+
+
+def window_pages(cache) -> set[int]:
+    """Pages of a row in the window."""
+    return pages(cache, "window_keys", "window_runs")
 
 
 def test_reserved_memory_never_grows(model_pair):
@@ -41,13 +51,6 @@ def test_reserved_memory_never_grows(model_pair):
     padded.reserve(168)
     feed(model, ids(2, 100), padded, attention_mask=mask)
     assert capacities(padded) == {128}, "a row needs no more than its columns"
-
-
-def window_pages(cache) -> set[int]:
-    """Pages of a row in the window."""
-    stores = [layer.store for layer in cache.layers]
-    assert all(len(store.window_keys) == sum(store.tables.window_runs) for store in stores)
-    return {run for store in stores for run in store.tables.window_runs}
 
 
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
@@ -125,27 +128,25 @@ def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair):
     sink, recent, flush = sizes
     pair = model_pair(WIDTHS, sink=sink, recent=recent, flush=flush, prune="deferred")
     whole = pair.leank.build_cache()
-    with torch.no_grad():
-        pair.leank(torch.stack([row(100, 0), row(100, 1)]), cache=whole)
-        forked = fork(whole, recent_size=2**24)
-        joined = concatenate([fork(whole), fork(whole)], num_reserved=150)
-        for cache, batch in ((whole, 2), (forked, 2), (joined, 4)):
-            for _ in range(50):
-                pair.leank(torch.full((batch, 1), 5), cache=cache)
-            memory = cache.memory()
-            assert memory.total.allocated <= 1.5 * (memory.dense_keys + memory.dense_values)
+    feed(pair.leank, ids(2, 100), whole)
+    forked = fork(whole, recent_size=2**24)
+    joined = concatenate([fork(whole), fork(whole)], num_reserved=150)
+    for cache, batch in ((whole, 2), (forked, 2), (joined, 4)):
+        for _ in range(50):
+            feed(pair.leank, torch.full((batch, 1), 5), cache)
+        memory = cache.memory()
+        assert memory.total.allocated <= 1.5 * (memory.dense_keys + memory.dense_values)
 
 
 def test_what_is_reserved_covers_the_window(model_pair):
     model = model_pair(WIDTHS, sink=3, recent=300, flush=32).leank
     cache = model.build_cache()
     cache.reserve(250)
-    with torch.no_grad():
-        model(row(130)[None], cache=cache)
-        assert window_pages(cache) == {4}
-        addresses = cache.addresses()
-        for _ in range(120):
-            model(row(1)[None], cache=cache)
+    feed(model, ids(1, 130), cache)
+    assert window_pages(cache) == {4}
+    addresses = cache.addresses()
+    for _ in range(120):
+        feed(model, ids(1, 1), cache)
     assert cache.addresses() == addresses
     cache.reserve(1000)
     assert window_pages(cache) == {1 + 7}
