@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -144,6 +145,12 @@ def tiny_model(family: str, *, seed: int = 1, std: float = 0.25, **config: Any) 
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=std)
     return model.eval().requires_grad_(False)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """A written model's tensors by their names."""
+    files = folder.glob("model*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def tiny_llama(

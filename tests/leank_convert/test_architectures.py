@@ -30,12 +30,6 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-def rope_of(config):
-    """That of layers with full attention."""
-    rope = config.rope_parameters
-    return rope.get("full_attention", rope)
-
-
 @pytest.mark.parametrize("row", FAMILIES)
 @pytest.mark.parametrize(
     "keys",
@@ -55,7 +49,8 @@ def test_facts_are_those_of_the_config_class(row, keys):
     assert facts.num_key_value_groups == config.num_attention_heads // config.num_key_value_heads
     stated = getattr(config, "head_dim", None)
     assert facts.head_dim == (stated or config.hidden_size // config.num_attention_heads)
-    rope = {"rope_parameters": rope_of(config)}
+    # That of layers with full attention, where kinds of layers have one each.
+    rope = {"rope_parameters": config.rope_parameters.get("full_attention", config.rope_parameters)}
     kinds = getattr(config, "layer_types", ["full_attention"] * 6)
     assert facts.layers == tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     assert facts.rope_parameters == read_rope_parameters(rope, origin="config.json")

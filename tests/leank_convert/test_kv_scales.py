@@ -44,13 +44,8 @@ def exported_testbed(tmp_path_factory):
     return functools.cache(export)
 
 
-@pytest.fixture(scope="module")
-def testbed(exported_testbed):
-    return exported_testbed("fp8")
-
-
 def test_each_checkpoint_runs_the_parts_that_it_carries_whatever_was_loaded_before(
-    testbed, shipped_checkpoint
+    exported_testbed, shipped_checkpoint
 ):
     """transformers takes a class that it has for a config; files of both checkpoints have the same names."""
 
@@ -59,7 +54,10 @@ def test_each_checkpoint_runs_the_parts_that_it_carries_whatever_was_loaded_befo
         package = type(model).__module__.rpartition(".")[0]
         return importlib.import_module(".parts_leank", package).carries("kernel_fp8")
 
-    assert [has_fp8_kernels(folder) for folder in (shipped_checkpoint, testbed)] == [False, True]
+    assert [has_fp8_kernels(folder) for folder in (shipped_checkpoint, exported_testbed("fp8"))] == [
+        False,
+        True,
+    ]
 
 
 @pytest.fixture
@@ -220,12 +218,12 @@ def test_inspect_and_the_card_tell_bytes_and_scales(exported_testbed, kv_dtype, 
     assert "Rounding alone, with the same channels pruned: on " in card
 
 
-def test_what_has_no_such_cache_refuses_in_a_sentence(testbed, exported_testbed, tmp_path):
-    int4 = exported_testbed("int4")
+def test_what_has_no_such_cache_refuses_in_a_sentence(exported_testbed, tmp_path):
+    fp8, int4 = map(exported_testbed, ("fp8", "int4"))
     for arguments, message in (
         (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
         (("train", "testbed", "--mask-only", "--kv-dtype", "fp8"), "--mask-only writes no checkpoint"),
-        (("export-onnx", testbed), "keeps its cache in fp8; a graph's has the dtype of its"),
+        (("export-onnx", fp8), "keeps its cache in fp8; a graph's has the dtype of its"),
         (("export-onnx", int4), "keeps its cache in int4; a graph"),
     ):
         assert message in rejected(*arguments, "-o", tmp_path / "out")
@@ -246,8 +244,8 @@ def test_scales_of_another_model_are_refused(source_model, tmp_path):
             export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
 
 
-def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
-    assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
+def test_warmup_asks_for_kernels_of_an_fp8_cache(exported_testbed):
+    assert load_without_weights(exported_testbed("fp8")).build_cache().kv_dtype == "fp8"
 
 
 @pytest.mark.filterwarnings("default")

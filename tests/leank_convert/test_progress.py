@@ -1,23 +1,18 @@
 """What progress leaves in a file, by a clock that the test moves; a terminal has its bar."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from leank_convert.progress import progress_bar
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 def run(seconds, shown=True, **options):
     """Moves on once after each of these waits."""
-    clock = Clock()
+    clock = Mock(return_value=1000.0)
     with progress_bar(shown, "answers", 10, clock=clock, **options) as advance:
         for wait in seconds:
-            clock.now += wait
+            clock.return_value += wait
             advance(what="stage 1", figures="loss 0.5")
 
 

@@ -18,13 +18,6 @@ SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
 CALIBRATION = ["--set", "calibration_prompts=2"]
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    out = tmp_path_factory.mktemp("cli") / "out"
-    done("export", "testbed", "--all-channels", "-o", out)
-    return out
-
-
 HELPS = [["--help"], *([command, "--help"] for command in sorted(main.commands))]
 OWN, MEASURING = "leank_convert.cli import main", "bin.benchmarks.__main__ import benchmark as main"
 
@@ -48,8 +41,8 @@ def test_help_imports_no_heavy_library(command, helps):
     "arguments",
     ["recipes", "recipes --keys", "masks", "inspect testbed", "inspect OUT", "verify OUT", "analyze OUT"],
 )
-def test_tables_fit_a_terminal_without_breaking_words(arguments, exported, monkeypatch):
-    asked = arguments.replace("OUT", str(exported)).split()
+def test_tables_fit_a_terminal_without_breaking_words(arguments, shipped_checkpoint, monkeypatch):
+    asked = arguments.replace("OUT", str(shipped_checkpoint)).split()
     shown = done(*asked)
     assert all(len(line) <= 80 for line in shown.splitlines() if "/" not in line)
     monkeypatch.setattr("leank_convert.tables.WIDTH", 10_000)
@@ -95,9 +88,11 @@ def test_window_flags_reach_the_checkpoint(tmp_path):
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
 
 
-def test_what_cannot_be_exported_is_refused_before_it_is_trained(exported, copy_of, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(
+    shipped_checkpoint, copy_of, tmp_path, monkeypatch
+):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
-    quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
+    quantized, made, foreign = copy_of(MODEL_DIR), copy_of(shipped_checkpoint), tmp_path / "mine"
     edit_json(quantized / "config.json", quantization_config={"load_in_4bit": True})
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("precious")
@@ -113,9 +108,9 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(exported, copy_
     assert snapshot(tmp_path) == before
 
 
-def test_verify_reports_and_its_exit_code_tells(tmp_path, exported, copy_of):
-    assert json.loads(done("verify", exported, "--source", "testbed", "--json"))["ok"] is True
-    damaged = copy_of(exported)
+def test_verify_reports_and_its_exit_code_tells(tmp_path, shipped_checkpoint, copy_of):
+    assert json.loads(done("verify", shipped_checkpoint, "--source", "testbed", "--json"))["ok"] is True
+    damaged = copy_of(shipped_checkpoint)
     (damaged / "cache_leank.py").write_text("raise SystemExit\n")
     result = run("verify", damaged)
     assert result.exit_code == 1

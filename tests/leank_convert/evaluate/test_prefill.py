@@ -45,10 +45,11 @@ def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     assert masks and all(mask is None for mask in masks)
 
 
-def test_a_row_is_what_it_is_alone(model):
+def test_a_row_is_what_it_is_alone_and_a_fork_decodes_it_so(model):
     rows = prompts(30, 17, 17, 1)
     together = run_prefill(model, *pad_left(rows, CPU), query_window=WINDOW)
     assert together.cache.get_seq_length() == 30
+    logits = decode(model, together)
     for index, row in enumerate(rows):
         alone = run_prefill(model, *pad_left([row], CPU), query_window=WINDOW)
         assert together.next_token[index] == alone.next_token[0]
@@ -57,14 +58,7 @@ def test_a_row_is_what_it_is_alone(model):
                 torch.testing.assert_close(states[index, :, 30 - len(row) :], expected[0])
         for states, expected in zip(together.queries, alone.queries, strict=True):
             torch.testing.assert_close(states[index, :, -min(len(row), WINDOW) :], expected[0])
-
-
-def test_a_fork_decodes_every_row_as_it_would_alone(model):
-    rows = prompts(30, 17, 17, 1)
-    logits = decode(model, run_prefill(model, *pad_left(rows, CPU)))
-    for index, row in enumerate(rows):
-        alone = decode(model, run_prefill(model, *pad_left([row], CPU)))
-        torch.testing.assert_close(logits[index], alone[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[index], decode(model, alone)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])

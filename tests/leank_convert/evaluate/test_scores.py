@@ -44,22 +44,15 @@ def prompt(scoring, *references, classes=CLASSES, **options):
         ("class", "city", "nothing", 0),
         ("class", "capital city", "a capital city", 1),
         ("class", "city", "a capital city", 1 / 2),
-    ],
-)
-def test_a_score_is_that_of_its_definition(scoring, reference, answer, expected):
-    assert score(answer, prompt(scoring, reference)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("scoring", "references", "answer", "expected"),
-    [
+        # Of several references all, any or the best count.
         ("all", ["7", "42", "99", "x"], "42", 1 / 4),
         ("any", ["Paris", "the city of Paris"], "paris it is", 1),
         ("words", ["Paris", "Lyon"], "Lyon", 1),
     ],
 )
-def test_of_several_references_all_any_or_the_best_count(scoring, references, answer, expected):
-    assert score(answer, prompt(scoring, *references)) == expected
+def test_a_score_is_that_of_its_definition(scoring, reference, answer, expected):
+    references = [reference] if isinstance(reference, str) else reference
+    assert score(answer, prompt(scoring, *references)) == pytest.approx(expected)
 
 
 def test_only_the_first_line_counts_where_that_is_the_answer():

@@ -40,26 +40,23 @@ def best(scores, width):
     return sorted(order[:width])
 
 
-def assert_chosen(prefill, variant, width_of):
-    """Every row of every layer keeps the channels that the formula ranks first."""
-    model, cache = variant.start(prefill)
+@pytest.mark.parametrize(
+    ("budget", "widths"),
+    [
+        *((ratio, [[HEAD_DIM - int(HEAD_DIM * ratio)] * KV_HEADS] * 2) for ratio in (0.3, 0.7)),
+        (torch.tensor([[0, 5], [16, 3]]), [[0, 5], [16, 3]]),
+    ],
+    ids=["three tenths", "seven tenths", "widths"],
+)
+def test_think_keeps_each_heads_largest_products_of_queries_and_keys(prefill, budget, widths):
+    """In every row of every layer, the channels that the formula ranks first."""
+    model, cache = ThinK(budget, query_window=QUERIES).start(prefill)
     assert model is prefill.model
     for layer_idx, layer in enumerate(cache.layers):
         for row in range(len(LENGTHS)):
-            for head in range(KV_HEADS):
-                expected = best(think_scores(prefill, layer_idx, row, head), width_of(layer_idx, head))
+            for head, width in enumerate(widths[layer_idx]):
+                expected = best(think_scores(prefill, layer_idx, row, head), width)
                 assert layer.channel_mask[row, head].nonzero().flatten().tolist() == expected
-
-
-@pytest.mark.parametrize("pruning_ratio", [0.3, 0.7])
-def test_think_keeps_each_heads_largest_products_of_queries_and_keys(prefill, pruning_ratio):
-    width = HEAD_DIM - int(HEAD_DIM * pruning_ratio)
-    assert_chosen(prefill, ThinK(pruning_ratio, query_window=QUERIES), lambda layer, head: width)
-
-
-def test_a_budget_of_widths_keeps_as_many_channels_of_each_head(prefill):
-    widths = torch.tensor([[0, 5], [16, 3]])
-    assert_chosen(prefill, ThinK(widths, query_window=QUERIES), lambda *place: int(widths[place]))
 
 
 def test_decoding_is_pruned_to_the_chosen_channels_and_the_variants_own_windows(prefill):

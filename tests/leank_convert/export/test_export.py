@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
 
 from leank_convert.export import export_checkpoint
 from leank_convert.export.runtime_files import PARTS, needed_parts, read_runtime_files
@@ -17,11 +16,7 @@ from leank_convert.files import read_json
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, load_mask
 from tests.checks import edit_json, facts_of, fitting_mask, provenance_of, ragged_mask, snapshot
-
-
-def read_tensors(folder):
-    files = folder.glob("model*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+from tests.tiny_families import weights_of
 
 
 @pytest.mark.parametrize(
@@ -32,7 +27,7 @@ def test_heads_move_as_one_and_everything_else_stays(family, dtype, shards, sour
     source = source_model(family, dtype=dtype, shards=shards)
     facts, mask = facts_of(source), fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
-    before, after = read_tensors(source), read_tensors(out)
+    before, after = weights_of(source), weights_of(out)
     leank = read_json(out / "config.json")["leank"]
     packed = torch.tensor([list(bytes.fromhex(layer)) for layer in leank["channel_masks"]]).view(
         *mask.channel_mask.shape[:2], -1

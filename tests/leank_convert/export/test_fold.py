@@ -18,7 +18,7 @@ from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
 from leank_convert.prune import prune_model
 from tests.checks import bless, edit_json, edit_tensors, facts_of, failed, prune_values, refusal, say_in_block
-from tests.tiny_families import FAMILIES, batch, random_mask, tiny_model
+from tests.tiny_families import FAMILIES, batch, random_mask, tiny_model, weights_of
 
 WIDTHS = [[16, 0], [8, 16], [0, 5], [16, 2]]  # of K; heads change places
 
@@ -57,12 +57,6 @@ def logits_of(model):
     return model(**batch()).logits
 
 
-def tensors_of(folder):
-    return {
-        name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()
-    }
-
-
 @pytest.mark.parametrize("row", [case for case in FAMILIES if not case.values[0].gated])
 def test_a_folded_model_computes_what_the_original_does(row, folder_of, tmp_path):
     family = row.model_type
@@ -72,8 +66,8 @@ def test_a_folded_model_computes_what_the_original_does(row, folder_of, tmp_path
     assert not failed(out, source)
     expected = logits_of(stock_model(family, source))
     torch.testing.assert_close(logits_of(stock_model(family, out)), expected, rtol=1e-4, atol=1e-4)
-    plain = tensors_of(export_checkpoint(source, whole(mask), tmp_path / "plain"))
-    changed = {name for name, tensor in tensors_of(out).items() if not tensor.equal(plain[name])}
+    plain = weights_of(export_checkpoint(source, whole(mask), tmp_path / "plain"))
+    changed = {name for name, tensor in weights_of(out).items() if not tensor.equal(plain[name])}
     assert changed and all(re.search(r"self_attn\.(v_proj|qkv_proj|o_proj)\.", name) for name in changed)
     block = read_json(out / "config.json")["leank"]
     orders = enumerate(block["head_permutation"])
@@ -85,7 +79,7 @@ def test_weights_are_rounded_once_and_verify_finds_another_fold(folder_of, tmp_p
     source = folder_of("qwen2", dtype=dtype)
     mask = pruned_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
-    before, after = tensors_of(source), tensors_of(out)
+    before, after = weights_of(source), weights_of(out)
     order = read_json(out / "config.json")["leank"]["head_permutation"][1]
     name = "model.layers.1.self_attn."
     for new, old in enumerate(order):
@@ -151,7 +145,7 @@ def test_beside_gates_weights_stay_and_v_is_rotated_as_it_is_cached(row, folder_
     export_checkpoint(source, mask, out, **SIZES)
     assert not failed(out, source)
     same = export_checkpoint(source, plain, tmp_path / "plain", **SIZES)
-    assert all(tensor.equal(tensors_of(same)[name]) for name, tensor in tensors_of(out).items())
+    assert all(tensor.equal(weights_of(same)[name]) for name, tensor in weights_of(out).items())
     block = read_json(out / "config.json")["leank"]
     assert block["value_basis"] is True and "value_basis" not in read_json(same / "config.json")["leank"]
     assert "in a basis that V is rotated into as it is cached" in (out / "README.md").read_text()

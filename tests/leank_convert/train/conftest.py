@@ -94,9 +94,8 @@ def fail_at():
 
 
 @pytest.fixture(autouse=True)
-def _no_figures(monkeypatch):
+def _no_figures(without_report):
     """Figures take longer than a short run; where a report matters, a fixture of a wider scope trains."""
-    monkeypatch.setattr("leank_convert.train.loop.write_report", lambda *_: None)
 
 
 @pytest.fixture
