@@ -16,8 +16,8 @@ D, SINK, SCALE = 64, 3, 0.3
 WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]
 # Channels of K that heads keep, and of V.
 VALUES = [((0, 16, 64), (0, 32, 64)), ((64, 64), (32, 0)), ((5, 21, 63), (8, 16, 24)), ((16, 16), (0, 0))]
-LENGTHS = [1, 2, 3, 4, 41, 9, 16, 63, 64, 65]
-PRUNED = [0, 0, 0, 0, 28, 0, 3, 51, 49, 50]
+# Tokens of rows, and pruned ones among them.
+ROWS = [(1, 0), (2, 0), (3, 0), (4, 0), (41, 28), (9, 0), (16, 3), (63, 51), (64, 49), (65, 50)]
 
 
 def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change):
@@ -46,9 +46,8 @@ def in_turn(case, kernels=None):
 )
 @pytest.mark.parametrize("attend", [in_store, in_turn])
 def test_it_is_attention_over_the_three_regions(widths, value_widths, attend):
-    rows = list(zip(LENGTHS, PRUNED, strict=True))
     for columns in (1, 4):
-        case = case_of(widths, rows, columns=columns, value_widths=value_widths)
+        case = case_of(widths, ROWS, columns=columns, value_widths=value_widths)
         case.check(attend(case), SCALE)
 
 
