@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from leank_convert.mask import ChannelMask  # noqa: E402
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
 from tests.checks import provenance_of  # noqa: E402
-from tests.tiny_families import random_mask, tiny_llama  # noqa: E402
+from tests.tiny_families import random_mask, tiny_folder  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
 # torch remembers, at its first use, which functions `with torch.device(...)` concerns: not these stand-ins.
@@ -80,7 +80,7 @@ def retriever_folder(
     tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
     """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
-    return tiny_llama(tmp_path_factory.mktemp("models") / "retriever", testbed_tokenizer)
+    return tiny_folder(tmp_path_factory.mktemp("models") / "retriever", testbed_tokenizer)
 
 
 @pytest.fixture(scope="session")

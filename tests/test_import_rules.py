@@ -81,18 +81,25 @@ TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
 
 
-def _imports(path, *, top_level_only=False):
-    """Absolute names of imported modules, and the relative ones with their leading dots."""
+def _is_for_types(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def _imports(path, *, top_level_only=False, besides=_is_for_types):
+    """Absolute names of imported modules, and the relative ones with their leading dots.
+
+    Without those in the bodies of some statements, such as what is for types alone.
+    """
     tree = ast.parse(path.read_text())
-    typing_only = {
+    passed_over = {
         id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for node in filter(besides, ast.walk(tree))
+        for statement in node.body
+        for inner in ast.walk(statement)
     }
     nodes = tree.body if top_level_only else ast.walk(tree)
     for node in nodes:
-        if id(node) in typing_only:
+        if id(node) in passed_over:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -103,25 +110,6 @@ def _imports(path, *, top_level_only=False):
             yield from (f"{module}.{name}" for name in submodules)
             if len(submodules) < len(node.names):
                 yield module
-
-
-def _outside_try(path):
-    """Top-level packages that are imported where nothing catches their absence."""
-    tree = ast.parse(path.read_text())
-    caught = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if id(node) in caught:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield (node.module or "").split(".")[0]
 
 
 def _component(module):
@@ -191,7 +179,9 @@ def test_runtime_files_import_the_standard_library_torch_transformers_and_each_o
             library = module.split(".")[0]
             known = RUNTIME_LIBRARIES | OPTIONAL_LIBRARIES | set(sys.stdlib_module_names)
             assert library in known, f"`{library}` may be absent"
-    assert not OPTIONAL_LIBRARIES & set(_outside_try(path)), "an optional library is imported outside `try`"
+    outside = _imports(path, besides=lambda node: isinstance(node, ast.Try))  # where nothing catches absence
+    optional = OPTIONAL_LIBRARIES.intersection(module.split(".")[0] for module in outside)
+    assert not optional, "an optional library is imported outside `try`"
 
 
 @pytest.mark.parametrize("part", BUDGETS)

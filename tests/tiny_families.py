@@ -153,21 +153,27 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def tiny_llama(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, *, shard_size: str = "1GB", **changes: Any
+def tiny_folder(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    family: str = "llama",
+    *,
+    shard_size: str = "1GB",
+    **changes: Any,
 ) -> Path:
-    """Write a Llama of two layers with random weights, and its tokenizer.
+    """Write a model of a few layers with random weights, and its tokenizer.
 
     Args:
         folder: Where it is written.
         tokenizer: What it speaks.
+        family: Its `model_type`.
         shard_size: Of a file of weights at most.
         **changes: Of its config.
 
     Returns:
         The folder.
     """
-    model = tiny_model("llama", seed=0, std=0.3, vocab_size=len(tokenizer), **changes)
+    model = tiny_model(family, seed=0, std=0.3, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder

@@ -40,13 +40,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> Path:
-    out = tmp_path_factory.mktemp("examples") / "out"
-    mask = train_mask("testbed", out, recipe=recipe, progress=False)
-    return export_checkpoint("testbed", mask, out)
-
-
 @pytest.fixture
 def run(monkeypatch, tmp_path, capfd):
     """Run a script in an empty folder and return what it printed."""
@@ -60,11 +53,11 @@ def run(monkeypatch, tmp_path, capfd):
     return run_script
 
 
-def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, checkpoint):
+def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, recipe, tmp_path):
+    out = tmp_path / "out"
+    export_checkpoint("testbed", train_mask("testbed", out, recipe=recipe, progress=False), out)
     sample = build_sample("retrieval", random.Random(1), 400)
-    printed = run(
-        "convert_and_chat.py", "--out", checkpoint, "--prompt", sample.prompt, "--prompt", sample.prompt
-    )
+    printed = run("convert_and_chat.py", "--out", out, "--prompt", sample.prompt, "--prompt", sample.prompt)
     assert printed.startswith(f"{sample.answer}\n")
     assert "CacheMemory" in printed
 

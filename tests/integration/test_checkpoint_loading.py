@@ -35,14 +35,6 @@ for folder in sys.argv[1:]:
 """
 
 
-def strangers_generate(tmp_path, *folders):
-    """The tokens of each checkpoint, in a process of their own."""
-    own = {"HF_HOME": str(tmp_path / "stranger"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = run_python("-c", STRANGER, *folders, cwd=tmp_path, env={**os.environ, **own}, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
 def test_every_auto_class_finds_its_class(converted):
     folder = converted(widths=WIDTHS).folder
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -70,7 +62,10 @@ def test_it_and_what_it_saves_run_where_the_toolkit_cannot_be_imported(converted
     assert loaded.generate(torch.arange(4, 34)[None], **GREEDY).tolist() == expected.tolist()
     third = tmp_path / "third"
     loaded.save_pretrained(third)
-    assert strangers_generate(tmp_path, checkpoint.folder, third) == [expected.tolist()] * 2
+    place = {"cwd": tmp_path, "env": {**os.environ, "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}}
+    result = run_python("-c", STRANGER, checkpoint.folder, third, **place, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [expected.tolist()] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -276,13 +276,6 @@ def limits():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def check_refusal(error):
-    """A mistake of the user's, told in short."""
-    told = error.message
-    assert 0 < len(told) <= MAX_MESSAGE and "\n" not in told, f"{len(told)} characters: {told[:300]}"
-    assert error.exit_code == 2 and len(error.hint or "") <= MAX_MESSAGE
-
-
 def run_case(kind, seed, material, folder):
     """Run one case in a folder of its own; what is wrong with what came of it, None if nothing is."""
     rng = random.Random(seed)
@@ -295,8 +288,10 @@ def run_case(kind, seed, material, folder):
                 report = verify_checkpoint(out, folder / "source")
                 assert report.ok, [check.detail for check in report.checks if not check.ok][:1]
     except LeanKError as error:
-        try:
-            check_refusal(error)
+        told = error.message
+        try:  # a mistake of the user's, told in short
+            assert 0 < len(told) <= MAX_MESSAGE and "\n" not in told, f"{len(told)} characters: {told[:300]}"
+            assert error.exit_code == 2 and len(error.hint or "") <= MAX_MESSAGE
             left = sorted(path.name for path in folder.iterdir() if path.name.startswith((".out", "out")))
             assert out is not None or not left, f"left behind: {left}"
         except AssertionError as failure:

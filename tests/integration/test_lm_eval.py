@@ -72,13 +72,7 @@ def results(tmp_path_factory):
     models = {"dense": MODEL_DIR, "none": folder / "none"}
     mask = ChannelMask(torch.zeros(4, 4, 64, dtype=torch.bool))
     export_checkpoint("testbed", mask, models["none"], sink_size=4, recent_size=16, flush_size=4)
-    run_harness(models, tasks, folder)
-    return {name: read_results(folder / f"{name}-results") for name in models}
-
-
-def run_harness(models, tasks, folder):
-    """Run the documented command for every model."""
-    commands = [
+    commands = [  # the documented one for every model
         [
             *("lm_eval", "--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=True"),
             *("--include_path", str(tasks), "--tasks", "generated,likelihood", "--apply_chat_template"),
@@ -91,11 +85,8 @@ def run_harness(models, tasks, folder):
     place = {"cwd": folder, "env": {**os.environ, **own}, "timeout": 400}
     done = run_python("-c", COMMANDS, json.dumps(commands), **place)
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def read_results(out):
-    """Return the metrics of each task."""
-    return json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+    written = {name: next((folder / f"{name}-results").rglob("results_*.json")) for name in models}
+    return {name: json.loads(path.read_text())["results"] for name, path in written.items()}
 
 
 def test_generation_runs_on_the_pruned_cache(results):

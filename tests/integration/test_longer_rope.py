@@ -19,20 +19,6 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 NUM_TOKENS, PREFIX, FLOAT32 = 700, 600, 1e-4
 
 
-@pytest.fixture
-def recipe():
-    return Recipe(
-        model={"config_overrides": {"max_position_embeddings": 1024, "rope_parameters": YARN}},
-        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
-        width_multiple=4,
-        data={"wording": "testbed", "min_length": 600, "max_length": 700},
-        stage1={"steps": 2},
-        stage2={"steps": 1},
-        held_out_samples=0,
-        trackers=(),
-    )
-
-
 def dense_nll(folder, input_ids, **config):
     """Of the model's own class in one forward pass [tokens - 1], in nats."""
     model = LlamaForCausalLM.from_pretrained(folder, **config)
@@ -42,7 +28,17 @@ def dense_nll(folder, input_ids, **config):
 
 
 @pytest.mark.usefixtures("without_report")
-def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(retriever_folder, recipe, tmp_path):
+def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(retriever_folder, tmp_path):
+    recipe = Recipe(
+        model={"config_overrides": {"max_position_embeddings": 1024, "rope_parameters": YARN}},
+        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
+        width_multiple=4,
+        data={"wording": "testbed", "min_length": 600, "max_length": 700},
+        stage1={"steps": 2},
+        stage2={"steps": 1},
+        held_out_samples=0,
+        trackers=(),
+    )
     (out,) = convert_model(retriever_folder, tmp_path / "out", recipe, progress=False)
     assert verify_checkpoint(out, retriever_folder).ok
     assert load_mask(out / "channel_mask.safetensors").provenance.rope_parameters["rope_type"] == "yarn"

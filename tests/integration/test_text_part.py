@@ -44,22 +44,20 @@ MULTIMODAL = {
 WHOLE = {"all_channels": True, "sink_size": 4, "recent_size": 8}
 
 
-def multimodal(family):
-    """A tiny random model of texts and images."""
-    stem, vision, further = MULTIMODAL[family]
+@pytest.fixture(params=MULTIMODAL)
+def whole(request, tmp_path):
+    """A tiny random model of texts and images, and its folder."""
+    stem, vision, further = MULTIMODAL[request.param]
     config = getattr(transformers, f"{stem}Config")(
-        text_config={**SIZES, **OPTIONS[f"{family}_text"]},
+        text_config={**SIZES, **OPTIONS[f"{request.param}_text"]},
         vision_config={"hidden_size": 32, "intermediate_size": 64, **vision},
         **further,
     )
-    return getattr(transformers, f"{stem}ForConditionalGeneration")(config)
-
-
-@pytest.fixture(params=MULTIMODAL)
-def whole(request, tmp_path):
-    """A model of texts and images, and its folder."""
     torch.manual_seed(0)
-    model, folder = multimodal(request.param).eval(), tmp_path / "whole"
+    model, folder = (
+        getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval(),
+        tmp_path / "whole",
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("testbed")).save_pretrained(folder)
     return model, folder

@@ -24,13 +24,6 @@ LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
 QUESTIONS = [(0, 15)], [(3, 15), (6, 7)]
 
 
-def save_model(family, folder):
-    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "vocab_size": 90}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = tiny_model(family, dtype=torch.float64, **sizes, **tokens, **three_layers(family))
-    model.save_pretrained(folder)
-
-
 def draw_mask(kind):
     generator = torch.Generator().manual_seed(4)
     mask = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, generator=generator) < 0.3
@@ -76,7 +69,10 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     if "linear_attention" in ARCHITECTURES[family].other_layers and not TRAINS_LINEAR:
         pytest.skip("this release of transformers is too old to train on linear attention")
     num_context, sink_size, recent_size = PLACES[place]
-    save_model(family, tmp_path / "model")
+    heads = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS}
+    tokens = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = tiny_model(family, dtype=torch.float64, **heads, **tokens, **three_layers(family))
+    model.save_pretrained(tmp_path / "model")
     mask = draw_mask(kind)
     # As large as keys are; it need not be theirs.
     generator = torch.Generator().manual_seed(5)

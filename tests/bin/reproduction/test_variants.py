@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bin.reproduction.bench import PrunedValues, RoundedPrompt
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.prefill import decode_token, run_prefill
 from leank_convert.evaluate.variants import Masked
@@ -16,30 +17,23 @@ from runtime.constants_leank import Constants
 from runtime.tools import fork
 from tests.checks import facts_of, provenance_of, prune_values
 from tests.runtime.conftest import build_pair
-from tests.runtime.tiny_inputs import ids
+from tests.runtime.tiny_inputs import feed, ids
 from tests.tiny_families import random_mask
 
 SIZES = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
 MASKS = torch.arange(16).expand(2, 2, 16) < 7
 
 
-@pytest.fixture
-def prefill():
-    model = build_pair(MASKS, "Qwen2", groups=2).leank
-    cache = model.build_cache("deferred")
-    with torch.no_grad():
-        model(ids(2, 60), cache=cache)
-
-    return SimpleNamespace(model=model, cache=cache, fork=lambda windows: fork(cache))
-
-
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
 @pytest.mark.parametrize("keys", [True, False])
-def test_a_prompts_keys_or_values_alone_are_rounded_around_their_mean(prefill, kv_dtype, keys):
+def test_a_prompts_keys_or_values_alone_are_rounded_around_their_mean(kv_dtype, keys):
+    model = build_pair(MASKS, "Qwen2", groups=2).leank
+    prompt = feed(model, ids(2, 60), model.build_cache("deferred"))[CACHE]
+    prefill = SimpleNamespace(model=model, fork=lambda windows: fork(prompt))
     mean = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1)) * 5
     rounded = RoundedPrompt("rounded", MASKS, constants={"key_mean": mean}, rounded_to=kv_dtype, keys=keys)
     _, cache = rounded.start(prefill)
-    for place, (layer, given) in enumerate(zip(cache.layers, prefill.cache.layers, strict=True)):
+    for place, (layer, given) in enumerate(zip(cache.layers, prompt.layers, strict=True)):
         assert torch.equal(layer.channel_mask[0], MASKS[place])
         assert isinstance(layer.model_constants, Constants)
         assert torch.equal(layer.model_constants.key_mean[0], mean[place])
@@ -49,7 +43,7 @@ def test_a_prompts_keys_or_values_alone_are_rounded_around_their_mean(prefill, k
         spread = (given.pending[number] - (mean[place][:, None] if keys else 0)).abs().amax()
         error = (layer.pending[number] - given.pending[number]).abs().amax()
         assert 0 < error <= spread / (13 if kv_dtype == "fp8" else 12)
-    assert prefill.cache.layers[0].model_constants.key_mean is None
+    assert prompt.layers[0].model_constants.key_mean is None
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from tests.checks import done, rejected, run
-from tests.tiny_families import tiny_llama
+from tests.tiny_families import tiny_folder
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def writer(tmp_path_factory, byte_level_tokenizer):
     mask = torch.zeros(2, 2, 16, dtype=torch.bool)
     mask[:, 0] = True
     windows = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
-    source = tiny_llama(folder / "source", byte_level_tokenizer, max_position_embeddings=2048)
+    source = tiny_folder(folder / "source", byte_level_tokenizer, max_position_embeddings=2048)
     return export_checkpoint(source, ChannelMask(mask), folder / "out", **windows)
 
 

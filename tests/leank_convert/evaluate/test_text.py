@@ -19,13 +19,10 @@ from leank_convert.windows import Windows
 from tests.checks import refusal
 
 SHAPE = 2, 2, 16
+NO_CHANNEL = Masked("no channels", torch.zeros(SHAPE, dtype=torch.bool))
 NUM_TOKENS, PREFIX = 60, 24
 TEXT = " ".join(random.Random(5).choices(NUMBERS, k=NUM_TOKENS))
 FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
-
-
-def no_channel():
-    return Masked("no channels", torch.zeros(SHAPE, dtype=torch.bool))
 
 
 def compare(evaluated, *variants, **options):
@@ -34,7 +31,7 @@ def compare(evaluated, *variants, **options):
 
 def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
     every = Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
-    result = compare(evaluated, every, no_channel())
+    result = compare(evaluated, every, NO_CHANNEL)
     same, other = result.variants
     assert max(same.divergence) < FLOAT32
     assert all(same.agrees)
@@ -66,7 +63,7 @@ def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
 
 
 def test_variants_do_not_disturb_one_another(evaluated):
-    together = compare(evaluated, Masked("pruned"), ThinK(0.5), no_channel())
+    together = compare(evaluated, Masked("pruned"), ThinK(0.5), NO_CHANNEL)
     alone = compare(evaluated, Masked("pruned"))
     assert together.variants[0].divergence == pytest.approx(alone.variants[0].divergence, abs=FLOAT32)
     assert together.variants[1].divergence != together.variants[2].divergence
@@ -89,7 +86,7 @@ def test_means_are_over_the_tokens_they_name(evaluated):
 
 
 def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated):
-    (found,) = compare(evaluated, no_channel(), prefix_tokens=5).variants
+    (found,) = compare(evaluated, NO_CHANNEL, prefix_tokens=5).variants
     # The cache holds 2 + 6 + 2 tokens whole: the one at place 9 is the last that sees all of them.
     assert found.num_whole == 5
     assert max(found.divergence[:5]) < FLOAT32 < 100 * FLOAT32 < found.divergence[5]
@@ -143,7 +140,7 @@ def test_no_more_tokens_are_fed_than_asked_for_and_the_table_says_so(evaluated):
 
 
 def test_the_table_says_what_means_are_over(evaluated):
-    text = render_text_comparison(compare(evaluated, Masked("pruned"), no_channel(), prefix_tokens=5))
+    text = render_text_comparison(compare(evaluated, Masked("pruned"), NO_CHANNEL, prefix_tokens=5))
     assert "54 of 54 tokens measured: tokens 5 to 58 of the text's 60" in text
     assert "the first 5 prefilled" in text
     assert "at the first 5 of them nothing was pruned yet" in text

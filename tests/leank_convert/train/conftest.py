@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.methods.statistics import attention_of
-from tests.tiny_families import tiny_model
+from tests.tiny_families import tiny_folder
 
 
 @pytest.fixture(autouse=True)
@@ -136,10 +136,7 @@ def without_times(rows):
 def speaking_folder(tmp_path, testbed_tokenizer):
     """Writes a random model that speaks the testbed's language: `speaking_folder("qwen3", **config)`."""
 
-    def write(family, **config):
-        sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 1024}
-        tiny_model(family, seed=0, std=0.3, **sizes, **config).save_pretrained(tmp_path / "speaking")
-        testbed_tokenizer.save_pretrained(tmp_path / "speaking")
-        return tmp_path / "speaking"
-
-    return write
+    positions = {"max_position_embeddings": 1024}
+    return lambda family, **config: tiny_folder(
+        tmp_path / "speaking", testbed_tokenizer, family, **positions, **config
+    )

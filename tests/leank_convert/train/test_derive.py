@@ -14,7 +14,7 @@ from leank_convert.train.choice import choose_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.model import count_bytes, find_model
 from tests.checks import edit_json, run
-from tests.tiny_families import tiny_llama
+from tests.tiny_families import tiny_folder
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
 SHORT += ["stage2.steps=1", "held_out_samples=0", "trackers=[]"]
@@ -25,7 +25,7 @@ SETTINGS = [part for setting in SHORT for part in ("--set", setting)]
 def instructed(tmp_path_factory, byte_level_tokenizer):
     """Random weights, 2048 positions, a tokenizer with a chat template; no recipe knows it."""
     folder = tmp_path_factory.mktemp("instructed") / "model"
-    return tiny_llama(folder, byte_level_tokenizer, max_position_embeddings=2048)
+    return tiny_folder(folder, byte_level_tokenizer, max_position_embeddings=2048)
 
 
 @pytest.fixture

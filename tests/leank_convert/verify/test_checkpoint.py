@@ -20,7 +20,7 @@ from leank_convert.mask import ChannelMask
 from leank_convert.verify import Check, verify_checkpoint
 from tests.checks import bless, edit_tensors, failed, refusal
 from tests.tampering import append, remove, write
-from tests.tiny_families import tiny_llama
+from tests.tiny_families import tiny_folder
 
 LAYER = "model.layers.1.self_attn."
 RUNTIME = "rows_leank.py"
@@ -32,7 +32,7 @@ def source(once_per_run, testbed_tokenizer):
 
     def write(folder):
         config = {"head_dim": 12, "attention_bias": True, "bos_token_id": 1, "eos_token_id": 4}
-        tiny_llama(folder, testbed_tokenizer, shard_size="40KB", **config)
+        tiny_folder(folder, testbed_tokenizer, shard_size="40KB", **config)
         (folder / "LICENSE").write_text("terms")
 
     return once_per_run("tampered_source", write)

@@ -27,17 +27,13 @@ def draw(tokenizer, folder, num_samples=5, length=LENGTH):
     return draw_longbench(tokenizer, folder, num_samples, length)
 
 
-def text_of(tokenizer, prompt):
-    return tokenizer.decode(prompt.input_ids)
-
-
 def test_every_task_is_asked_with_its_context_and_room_for_its_answer(byte_level_tokenizer, write_records):
     for name in reversed(TASKS):
         folder = write_records(f"{name}.jsonl", [RECORD | {"all_classes": ["a", "b"]}] * 2)
     prompts = draw(byte_level_tokenizer, folder)
     assert [(prompt.task, prompt.index) for prompt in prompts] == [(n, i) for n in TASKS for i in (0, 1)]
     for prompt in prompts:
-        text = text_of(byte_level_tokenizer, prompt)
+        text = byte_level_tokenizer.decode(prompt.input_ids)
         assert RECORD["context"] in text
         assert (RECORD["input"] in text) == (prompt.task not in (*SUMMARISED, "lcc"))
         assert text.startswith("<|turn|>user") == TASKS[prompt.task].chat
@@ -68,7 +64,7 @@ def test_files_that_are_no_task_are_passed_over_and_as_many_as_asked_are_taken(
     folder = write_records("deeper/hotpotqa.jsonl", [RECORD | {"input": f"Who is {n}?"} for n in range(4)])
     prompts = draw(byte_level_tokenizer, folder, num_samples=3)
     assert [prompt.task for prompt in prompts] == ["hotpotqa"] * 3
-    assert "Who is 2?" in text_of(byte_level_tokenizer, prompts[2])
+    assert "Who is 2?" in byte_level_tokenizer.decode(prompts[2].input_ids)
 
 
 @pytest.mark.parametrize("name", ["qasper", "triviaqa"])
@@ -78,7 +74,7 @@ def test_a_prompt_that_is_too_long_loses_its_middle(byte_level_tokenizer, write_
     (prompt,) = draw(byte_level_tokenizer, folder)
     taken = len(prompt.input_ids) + prompt.max_new_tokens
     assert LENGTH - 3 <= taken <= LENGTH
-    text = text_of(byte_level_tokenizer, prompt)
+    text = byte_level_tokenizer.decode(prompt.input_ids)
     for kept in ("Line 0.", "Line 1999.", RECORD["input"]):
         assert kept in text
     assert "Line 1000." not in text
