@@ -52,22 +52,21 @@ def test_shards_that_contradict_the_index_are_refused(source_model):
     weight_map = index["weight_map"]
     name = "model.norm.weight"
     other = next(shard for shard in weight_map.values() if shard != weight_map[name])
-    edit_json(folder / INDEX_NAME, weight_map={**weight_map, name: other})
-    refused(folder, f"has no tensor `{name}`")
-    edit_json(folder / INDEX_NAME, weight_map={**weight_map, "x": "../x.safetensors"})
-    refused(folder, "which is not the name of a `.safetensors` file")
-    edit_json(folder / INDEX_NAME, weight_map={**weight_map, "x" * 10**5: "a.safetensors"})
-    refused(folder, "is not a valid tensor name")
+    (folder / "copy.safetensors").write_bytes((folder / weight_map[name]).read_bytes())
+    assert list(weight_map.values()).count(weight_map[name]) > 1
+    for shards, message in (
+        ({name: other}, f"has no tensor `{name}`"),
+        ({"x": "../x.safetensors"}, "which is not the name of a `.safetensors` file"),
+        ({"x" * 10**5: "a.safetensors"}, "is not a valid tensor name"),
+        ({name: "copy.safetensors"}, f"is in both `{weight_map[name]}` and `copy.safetensors`"),
+    ):
+        edit_json(folder / INDEX_NAME, weight_map={**weight_map, **shards})
+        refused(folder, message)
     edit_json(folder / INDEX_NAME, weight_map=...)
     refused(folder, "has no `weight_map`")
     edit_json(folder / INDEX_NAME, weight_map=weight_map, metadata=[1])
     refused(folder, "`metadata` is [1], not an object")
     edit_json(folder / INDEX_NAME, metadata=index["metadata"])
-    (folder / "copy.safetensors").write_bytes((folder / weight_map[name]).read_bytes())
-    assert list(weight_map.values()).count(weight_map[name]) > 1
-    edit_json(folder / INDEX_NAME, weight_map={**weight_map, name: "copy.safetensors"})
-    refused(folder, f"is in both `{weight_map[name]}` and `copy.safetensors`")
-    edit_json(folder / INDEX_NAME, weight_map=weight_map)
     (folder / other).rename(folder / "elsewhere")
     refused(folder, f"shard `{other}` is missing")
     (folder / other).write_bytes((folder / weight_map[name]).read_bytes())

@@ -36,11 +36,6 @@ def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Ten
     return torch.ones(layers, heads, head_dim, dtype=torch.bool)
 
 
-def row(length: int, seed: int = 0) -> torch.Tensor:
-    """Tokens without a batch dimension."""
-    return ids(1, length, seed)[0]
-
-
 def one_row(length: int = 21) -> torch.Tensor:
     """The beginning of one prompt, as a batch."""
     return ids(1, length, 5)

@@ -15,6 +15,7 @@ import torch
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from tests.runtime.conftest import build_pair
+from tests.runtime.tiny_inputs import feed
 from tests.tiny_families import random_mask, word_tokenizer
 
 WINDOW_SIZES = ("sink_size", "recent_size", "flush_size")
@@ -128,10 +129,7 @@ class RuntimeSession:
             self.mask = torch.cat([self.mask, new_mask], 1)
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
         padded = None if bool(self.mask.all()) else self.mask
-        with torch.no_grad():
-            logits = self.leank(
-                ids, attention_mask=padded, position_ids=positions, cache=self.cache, use_cache=True
-            ).logits
+        logits = feed(self.leank, ids, self.cache, attention_mask=padded, position_ids=positions).logits
         return [values[real.bool()] for values, real in zip(logits, new_mask, strict=True)]
 
 

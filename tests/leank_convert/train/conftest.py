@@ -102,8 +102,8 @@ def _no_figures(without_report):
 def train_one(retriever_folder):
     """Trains, and gives the only mask of the run."""
 
-    def train(recipe, out, *, model=retriever_folder, progress=False, **options):
-        return train_mask(model, out, recipe=recipe, progress=progress, **options)
+    def train(recipe, out, *, model=retriever_folder, **options):
+        return train_mask(model, out, recipe=recipe, progress=False, **options)
 
     return train
 

@@ -8,7 +8,6 @@ import torch
 
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
-from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.report import mask_report
 from leank_convert.train import loop
@@ -29,13 +28,12 @@ BOTH = {"method": "duo-attention+leank", "pruning_ratio": 0.75, "heads": HEADS}
 
 
 @pytest.fixture
-def make(short_recipe, retriever_folder, tmp_path):
+def make(train_one, short_recipe, tmp_path):
     """Makes the only mask of a recipe in `tmp_path / out`."""
 
     def run(out="out", *, resume=False, **changes):
         recipe = short_recipe(**{"heads": HEADS, "method": "duo-attention", **changes})
-        masks = train_masks(retriever_folder, tmp_path / out, recipe=recipe, resume=resume, progress=False)
-        return masks if len(masks) > 1 else masks[tmp_path / out]
+        return train_one(recipe, tmp_path / out, resume=resume)
 
     return run
 
@@ -181,31 +179,26 @@ CONFIG = {"model_name": "models/M", "lr": 0.02, "sink_size": 128, "recent_size":
 
 
 @pytest.fixture
-def folder(tmp_path):
+def load_gates(tmp_path):
+    """Reads gates that lie in `tmp_path`, for a model of so many layers and KV heads."""
     (tmp_path / "full_attention_heads.tsv").write_text(GATES)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
-
-
-@pytest.fixture
-def load_gates(folder):
-    """Reads the folder's gates for a model of so many layers and KV heads."""
 
     def run(layers=2, heads=3, **changes):
-        recipe = Recipe(method="duo-attention", heads={"pattern": str(folder)}, **changes)
+        recipe = Recipe(method="duo-attention", heads={"pattern": str(tmp_path)}, **changes)
         return load_pattern(recipe, llama_facts(layers, heads))
 
     return run
 
 
-def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_refused(load_gates, folder):
+def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_refused(load_gates, tmp_path):
     gates = load_gates()
     assert gates.dtype == torch.float32
     assert gates[..., 0].tolist() == [[0.0, 0.55859375, 1.0], [1.0, 0.0, 0.734375]]
     with refusal(r"full_attention_heads.tsv` has gates of shape \[2, 3\].*\[3, 2\]"):
         load_gates(3, 2)
     for text, shape in (("0.5\t1.0\n", (1, 2)), ("0.5\n1.0\n", (2, 1))):  # a single layer or head
-        (folder / "full_attention_heads.tsv").write_text(text)
+        (tmp_path / "full_attention_heads.tsv").write_text(text)
         assert load_gates(*shape).shape == (*shape, 1)
 
 
@@ -221,19 +214,19 @@ def test_gates_are_read_by_layer_and_head_and_clamped_and_another_models_are_ref
         ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is -4"),
     ],
 )
-def test_files_of_another_form_are_refused_by_name(load_gates, folder, name, text, reason):
-    (folder / name).unlink()
+def test_files_of_another_form_are_refused_by_name(load_gates, tmp_path, name, text, reason):
+    (tmp_path / name).unlink()
     if text is not None:
-        (folder / name).write_text(text)
+        (tmp_path / name).write_text(text)
     with refusal(rf"{name}` of `heads.pattern` cannot be read: .*{reason}", "attn_patterns"):
         load_gates()
 
 
 @pytest.mark.parametrize(("learned", "recent_size", "warns"), [(256, 256, 0), (256, 255, 1), (10**9, 99, 1)])
 def test_smaller_windows_than_a_pattern_was_learned_with_are_told(
-    load_gates, folder, caplog, learned, recent_size, warns
+    load_gates, tmp_path, caplog, learned, recent_size, warns
 ):
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "recent_size": learned}))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "recent_size": learned}))
     with caplog.at_level(logging.WARNING, logger="leank_convert"):
         load_gates(windows={"sink_size": 128, "recent_size": recent_size})
     assert len(caplog.records) == warns
