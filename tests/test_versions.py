@@ -9,14 +9,14 @@ tomllib = pytest.importorskip("tomllib", reason="in the standard library from Py
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BOUNDS = [re.match(r"([\w-]+)>=([\d.]+)", asked).groups() for asked in PROJECT["dependencies"]]
 PYTHONS = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
 
 
 def test_the_oldest_set_is_that_of_the_lower_bounds():
-    bounds = [re.match(r"([\w-]+)>=([\d.]+)", asked).groups() for asked in PROJECT["dependencies"]]
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = [tuple(line.split("==")) for line in lines if not line.startswith("#")]
-    assert pinned == bounds
+    assert pinned == BOUNDS
 
 
 def test_the_script_tries_every_python_that_is_supported():
@@ -32,6 +32,5 @@ def test_the_script_tries_every_python_that_is_supported():
 )
 @pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_pages_say_the_true_floor(library, page):
-    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", asked).groups() for asked in PROJECT["dependencies"])
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert re.findall(rf"\b{library}\b[ |(]+([\d.]+) (?:or|and) later", text) == [bounds[library]]
+    assert re.findall(rf"\b{library}\b[ |(]+([\d.]+) (?:or|and) later", text) == [dict(BOUNDS)[library]]

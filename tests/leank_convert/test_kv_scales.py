@@ -24,6 +24,7 @@ from leank_convert.warmup import load_without_weights
 from runtime import fp8_leank
 from runtime.constants_leank import Constants, choose_constants
 from tests.checks import done, edit_json, edit_tensors, failed, fitting_mask, refusal, rejected, run
+from tests.runtime.tiny_inputs import feed
 
 
 def random_scales(layers=3, heads=4, head_dim=12):
@@ -116,8 +117,7 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
             model.to(getattr(torch, dtype)).save_pretrained(folder)
             assert failed(folder) == {}
             model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        with torch.no_grad():
-            cache = model(ids)[CACHE]
+        cache = feed(model, ids)[CACHE]
         assert cache.kv_dtype == "fp8"
         for number, layer in enumerate(cache.layers):
             assert layer.store.kept_keys.dtype == torch.float8_e4m3fn
@@ -135,8 +135,7 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, t
     assert read_json(out / "config.json")["leank"]["kv_scales"] is None
     assert tensors_of(out).keys() == tensors_of(source).keys() and verify_checkpoint(out, source=source).ok
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-    with torch.no_grad():
-        cache = model(torch.randint(3, 60, (2, 30)))[CACHE]
+    cache = feed(model, torch.randint(3, 60, (2, 30)))[CACHE]
     assert all(layer.store.constants.key_scale.shape == (2, 4, 12) for layer in cache.layers)
 
 

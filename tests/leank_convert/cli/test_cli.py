@@ -15,7 +15,6 @@ from leank_convert.testbed import MODEL_DIR
 from tests.checks import done, edit_json, rejected, run, run_python, snapshot
 
 SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
-CALIBRATION = ["--set", "calibration_prompts=2"]
 
 
 HELPS = [["--help"], *([command, "--help"] for command in sorted(main.commands))]
@@ -143,8 +142,8 @@ def test_mask_only_training_then_export_into_the_same_folder(tmp_path):
 def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path):
     out = tmp_path / "out"
     ratios = ["--pruning-ratio", "0.5", "--pruning-ratio", "0.75", "--kv-dtype", "fp8"]
-    options = ["--method", "static-norm", "--budget", "global", *ratios]
-    printed = done("train", "testbed", "-o", out, *options, *SHORT, *CALIBRATION)
+    options = ["--method", "static-norm", "--budget", "global", "--set", "calibration_prompts=2"]
+    printed = done("train", "testbed", "-o", out, *options, *ratios, *SHORT)
     folders = [out / "ratio-0.5", out / "ratio-0.75"]
     assert printed == "".join(f"{folder}\n" for folder in folders)
     for command in ("inspect", "analyze", "evaluate"):
