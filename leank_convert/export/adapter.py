@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -185,7 +184,7 @@ def _plan(
             )
         if edit.bases is not None and tensor.dtype not in FLOAT_DTYPES:
             raise _unknown(path, tensor)
-        edits[tensor.name] = replace(edit, tensor=tensor.name)
+        edits[tensor.name] = edit
     return edits
 
 

@@ -8,9 +8,8 @@ memory depends on no size of the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,26 +24,6 @@ from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, encode
 _BUFFER_BYTES = 8 << 20
 # Larger writes were five times slower where this was measured (Linux 6, ext4).
 _WRITE_BYTES = 256 << 10
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Bytes of the source, copied as they are, or a head's rows of V, which a basis is folded into."""
-
-    start: int
-    stop: int
-    dtype: str = ""
-    basis: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """A tensor of the source whose columns are put in another order, a run of them for each row."""
-
-    tensor: TensorInfo
-    start: int
-    runs: int
-    edit: TensorEdit
 
 
 def write_shard(
@@ -67,81 +46,64 @@ def write_shard(
         reader, writer = source_file.fileno(), file.fileno()
         try:
             _write(writer, encode_header(entries, metadata))
-            for piece in _merge(_split(source, edits)):
-                if isinstance(piece, _Columns):
-                    _copy_columns(reader, writer, piece, source.path)
-                elif piece.basis is None:
-                    _copy_span(reader, writer, piece, source.path)
-                else:
-                    rows = _read(reader, piece.start, piece.stop - piece.start, source.path)
-                    _write(writer, fold_bytes(rows, piece.dtype, len(piece.basis), piece.basis, 0))
-            for tensor in added.values():
-                _write(writer, tensor.float().numpy().astype("<f4").tobytes())
+            for tensor in source.tensors.values():
+                _copy_tensor(reader, writer, source, tensor, edits.get(tensor.name))
+            for values in added.values():
+                _write(writer, values.float().numpy().astype("<f4").tobytes())
         except OSError as error:
             # Writes through a descriptor do not know the file's name.
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _split(source: SafetensorsHeader, edits: Mapping[str, TensorEdit]) -> Iterator[_Span | _Columns]:
-    for tensor in source.tensors.values():
-        start = source.data_start + tensor.start
-        edit = edits.get(tensor.name)
-        if edit is None:
-            yield _Span(start, start + tensor.num_bytes)
-        elif (runs := edit.count_runs(tensor.shape)) > 1 or (edit.bases and edit.dim):
-            yield _Columns(tensor, start, runs, edit)
+def _copy_tensor(
+    reader: int, writer: int, source: SafetensorsHeader, tensor: TensorInfo, edit: TensorEdit | None
+) -> None:
+    start = source.data_start + tensor.start
+    if edit is None:
+        _copy(reader, writer, start, tensor.num_bytes, source.path)
+        return
+    if (runs := edit.count_runs(tensor.shape)) > 1 or (edit.bases and edit.dim):
+        _copy_columns(reader, writer, start, tensor, runs, edit, source.path)
+        return
+    block = tensor.num_bytes // len(edit.permutation)
+    for old in edit.permutation:
+        basis = None if edit.bases is None else edit.bases[old]
+        if basis is None:
+            _copy(reader, writer, start + old * block, block, source.path)
         else:
-            block = tensor.num_bytes // len(edit.permutation)
-            for old in edit.permutation:
-                basis = None if edit.bases is None else edit.bases[old]
-                yield _Span(start + old * block, start + (old + 1) * block, tensor.dtype, basis)
+            rows = _read(reader, start + old * block, block, source.path)
+            _write(writer, fold_bytes(rows, tensor.dtype, len(basis), basis, 0))
 
 
-def _merge(pieces: Iterable[_Span | _Columns]) -> Iterator[_Span | _Columns]:
-    held: _Span | _Columns | None = None
-    for piece in pieces:
-        if (
-            isinstance(held, _Span)
-            and isinstance(piece, _Span)
-            and held.basis is piece.basis is None
-            and held.stop == piece.start
-        ):
-            held = _Span(held.start, piece.stop)
-            continue
-        if held is not None:
-            yield held
-        held = piece
-    if held is not None:
-        yield held
-
-
-def _copy_span(reader: int, writer: int, span: _Span, path: Path) -> None:
-    start = span.start
+def _copy(reader: int, writer: int, start: int, count: int, path: Path) -> None:
+    """Copy bytes of the source as they are."""
+    stop = start + count
     # Where it cannot, between these two files, or fails, what follows finds out which one does.
     with suppress(OSError):
-        while start < span.stop:
-            copied = os.copy_file_range(reader, writer, span.stop - start, offset_src=start)
+        while start < stop:
+            copied = os.copy_file_range(reader, writer, stop - start, offset_src=start)
             if copied == 0:
                 break
             start += copied
-    for place in range(start, span.stop, _BUFFER_BYTES):
-        _write(writer, _read(reader, place, min(_BUFFER_BYTES, span.stop - place), path))
+    for place in range(start, stop, _BUFFER_BYTES):
+        _write(writer, _read(reader, place, min(_BUFFER_BYTES, stop - place), path))
 
 
-def _copy_columns(reader: int, writer: int, columns: _Columns, path: Path) -> None:
-    num_rows, edit = columns.runs, columns.edit
-    row_bytes = columns.tensor.num_bytes // num_rows
-    blocks = np.array(edit.permutation)
+def _copy_columns(
+    reader: int, writer: int, start: int, tensor: TensorInfo, num_rows: int, edit: TensorEdit, path: Path
+) -> None:
+    """Put the columns of a tensor in another order, a run of them for each row."""
+    row_bytes = tensor.num_bytes // num_rows
     rows_at_once = max(1, _BUFFER_BYTES // row_bytes)
     for first in range(0, num_rows, rows_at_once):
         rows = min(rows_at_once, num_rows - first)
-        content = _read(reader, columns.start + first * row_bytes, rows * row_bytes, path)
-        heads = np.frombuffer(content, dtype=np.uint8).reshape(rows, len(blocks), -1)
-        moved = heads[:, blocks]
+        content = _read(reader, start + first * row_bytes, rows * row_bytes, path)
+        heads = np.frombuffer(content, dtype=np.uint8).reshape(rows, len(edit.permutation), -1)
+        moved = heads[:, edit.permutation]
         for place, old in enumerate(edit.permutation):
             basis = None if edit.bases is None else edit.bases[old]
             if basis is not None:
-                folded = fold_bytes(moved[:, place].tobytes(), columns.tensor.dtype, rows, basis, 1)
+                folded = fold_bytes(moved[:, place].tobytes(), tensor.dtype, rows, basis, 1)
                 moved[:, place] = np.frombuffer(folded, dtype=np.uint8).reshape(rows, -1)
         _write(writer, moved.tobytes())
 

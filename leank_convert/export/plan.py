@@ -44,7 +44,6 @@ _ATTENTION_TENSOR = re.compile(
 class TensorEdit:
     """One tensor whose heads are put in another order, and whose channels of V may be folded."""
 
-    tensor: str
     dim: int  # that runs over heads: 0 for rows, 1 for columns
     permutation: tuple[int, ...]  # [new] = old over the blocks of that dimension, which are of one size
     runs: int | None = None  # of such blocks, where the tensor's shape does not tell
@@ -148,7 +147,7 @@ def plan_edits(
             continue
         check_scaled(checkpoint, name)
         moving = find_moving(checkpoint, name, shape, edit.dim, len(edit.permutation))
-        edits.update((each, replace(edit, tensor=each, runs=runs)) for each, runs in moving.items())
+        edits.update((each, replace(edit, runs=runs)) for each, runs in moving.items())
     return edits
 
 
@@ -179,12 +178,8 @@ def plan_edit(
     if layer in bases and (match["of_output"] or match["fused"] or match["of_input"] == "v_proj"):
         before = facts.num_attention_heads + facts.num_key_value_heads if match["fused"] else 0
         folded = (*(None,) * before, *bases[layer])
-    return TensorEdit(
-        name,
-        1 if match["of_output"] else 0,
-        _fused_order(facts, order) if match["fused"] else order,
-        bases=folded,
-    )
+    permutation = _fused_order(facts, order) if match["fused"] else order
+    return TensorEdit(1 if match["of_output"] else 0, permutation, bases=folded)
 
 
 def _find_more_biases(

@@ -30,10 +30,10 @@ def tensors():
 
 
 EDITS = {
-    "rows": TensorEdit("rows", 0, ORDER),
-    "columns": TensorEdit("columns", 1, ORDER),
-    "bias": TensorEdit("bias", 0, ORDER),
-    "elsewhere": TensorEdit("elsewhere", 0, ORDER),
+    "rows": TensorEdit(0, ORDER),
+    "columns": TensorEdit(1, ORDER),
+    "bias": TensorEdit(0, ORDER),
+    "elsewhere": TensorEdit(0, ORDER),
 }
 
 
