@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.onnx.graph import cache_shapes, run_in_torch, trial_sizes
+from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes, trial_sizes
 from leank_convert.onnx.leank_onnx_session import load_graph
 from leank_convert.onnx.pruned_model import PrunedModel
 
@@ -41,7 +41,26 @@ class Trial:
 
 def make_trials(pruned: PrunedModel) -> list[Trial]:
     """Run a prompt and a decode step in PyTorch, after which the model is no longer needed."""
-    return [_prompt(pruned), _decode(pruned)]
+    slots, num_tokens, num_pruned = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
+    generator = torch.Generator().manual_seed(1)
+    shapes = cache_shapes(pruned, 2, slots, 5)
+    cache = [torch.randn(*shape, generator=generator).to(pruned.model.dtype) for shape in shapes.values()]
+    ids, nothing = _some_tokens(pruned, 7), torch.zeros(2, dtype=torch.long)
+    prompt = [ids, nothing, nothing, torch.arange(7).expand(2, -1), *cache]
+    with torch.no_grad():  # by the stock model, which knows nothing of the cache
+        expected = pruned.model(input_ids=ids, use_cache=False).logits
+    step = [
+        _some_tokens(pruned, 1),
+        torch.tensor([num_tokens, num_tokens - 2]),
+        torch.tensor([num_pruned, max(num_pruned - 2, 0)]),
+        torch.zeros(2, 1, dtype=torch.long),
+    ]
+    with torch.no_grad(), attending(pruned.model, attend_in_regions):
+        logits, _ = StepModel(pruned)(*step, cache)
+    return [
+        Trial("a prompt", prompt, expected.float()),
+        Trial("a decode step", [*step, *cache], logits.float()),
+    ]
 
 
 def check_graph(trials: Sequence[Trial], path: Path, weights: str | None = None) -> float:
@@ -103,42 +122,9 @@ def _run(trials: Sequence[Trial], path: Path, weights: str | None) -> list[Tenso
         raise _fault(first_line(error)) from error
 
 
-def _prompt(pruned: PrunedModel) -> Trial:
-    """A prompt of several tokens, by the stock model, which knows nothing of the cache."""
-    ids = _some_tokens(pruned, 2, 7)
-    with torch.no_grad():
-        logits = pruned.model(input_ids=ids, use_cache=False).logits
-    nothing = torch.zeros(2, dtype=torch.long)
-    index = torch.arange(7).expand(2, -1)
-    return Trial("a prompt", [ids, nothing, nothing, index, *_some_cache(pruned)], logits.float())
-
-
-def _decode(pruned: PrunedModel) -> Trial:
-    """A step of one token on a cache of which tokens are pruned."""
-    _, num_tokens, num_pruned = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
-    past = torch.tensor([num_tokens, num_tokens - 2])
-    ids = _some_tokens(pruned, 2, 1)
-    inputs = [
-        ids,
-        past,
-        torch.tensor([num_pruned, max(num_pruned - 2, 0)]),
-        torch.zeros(2, 1, dtype=torch.long),
-        *_some_cache(pruned),
-    ]
-    return Trial("a decode step", inputs, run_in_torch(pruned, inputs).float())
-
-
-def _some_tokens(pruned: PrunedModel, batch: int, num_tokens: int) -> Tensor:
+def _some_tokens(pruned: PrunedModel, num_tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(pruned.model.config.vocab_size, (batch, num_tokens), generator=generator)
-
-
-def _some_cache(pruned: PrunedModel) -> list[Tensor]:
-    """A cache of two rows with random content."""
-    generator = torch.Generator().manual_seed(1)
-    slots, _, _ = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
-    shapes = cache_shapes(pruned, 2, slots, 5)
-    return [torch.randn(*shape, generator=generator).to(pruned.model.dtype) for shape in shapes.values()]
+    return torch.randint(pruned.model.config.vocab_size, (2, num_tokens), generator=generator)
 
 
 def _fault(message: str) -> LeanKError:

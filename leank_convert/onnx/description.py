@@ -38,8 +38,31 @@ def describe(
     difference: float | None = None,
 ) -> dict[str, Any]:
     """Describe the graph of a model; `difference` of quantized weights is what `check_graph` returned."""
-    config = pruned.model.config
+    config, dtype = pruned.model.config, pruned.dtype
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
+    integers: dict[str, list[int | str]] = {
+        "input_ids": ["batch", "new_tokens"],
+        "past_lengths": ["batch"],
+        "pruned_lengths": ["batch"],
+        "logits_index": ["batch", "logits"],
+    }
+    inputs: list[dict[str, Any]] = [
+        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
+    ]
+    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
+        _, layer, region, *width, part = name.split(".")
+        place = {"layer": int(layer), "region": region, "width": int(width[0]) if width else None}
+        inputs.append({"name": name, "dtype": dtype, "shape": shape, **place, "part": part})
+    logits = {"name": "logits", "dtype": dtype, "shape": ["batch", "logits", config.vocab_size]}
+    new = (
+        ("key", ["batch", kv_heads, "new_tokens", head_dim]),
+        ("value", ["batch", kv_heads, head_dim, "new_tokens"]),
+    )
+    present = [
+        {"name": f"present.{layer}.{part}", "dtype": dtype, "shape": shape, "layer": layer, "part": part}
+        for layer in range(num_layers)
+        for part, shape in new
+    ]
     quantization = None
     if weights is not None:
         scheme = SCHEMES[weights]
@@ -48,8 +71,8 @@ def describe(
     description = {
         "format_version": FORMAT_VERSION,
         "opset": OPSET,
-        "dtype": pruned.dtype,
-        "weights": weights or pruned.dtype,
+        "dtype": dtype,
+        "weights": weights or dtype,
         "quantization": quantization,
         "model": {
             "name": pruned.name,
@@ -66,7 +89,13 @@ def describe(
         "sink_size": pruned.sink_size,
         "recent_size": pruned.recent_size,
         "flush_size": pruned.flush_size,
-        **describe_cache(pruned),
+        "widths": pruned.widths,
+        **({} if pruned.value_widths is None else {"value_widths": list(map(list, pruned.value_widths))}),
+        "buckets": [[_describe_bucket(bucket) for bucket in layer] for layer in pruned.buckets],
+        "channel_order": pruned.channel_order.tolist(),
+        "head_permutation": pruned.head_permutation,
+        "inputs": inputs,
+        "outputs": [logits, *present],
         "files": dict(sorted(files.items())),
     }
     return {**description, "sha256": digest_of(description)}
@@ -80,44 +109,6 @@ def _token_ids(pruned: PrunedModel, key: str) -> list[int]:
             tokens = [value] if isinstance(value, int) else list(value)
             return [token for token in tokens if 0 <= token < pruned.model.config.vocab_size]
     return []
-
-
-def describe_cache(pruned: PrunedModel) -> dict[str, Any]:
-    """Describe heads, lanes, inputs and outputs of a graph: keys of `leank_onnx.json`."""
-    dtype = pruned.dtype
-    num_layers, heads, head_dim = pruned.channel_masks.shape
-    integers: dict[str, list[int | str]] = {
-        "input_ids": ["batch", "new_tokens"],
-        "past_lengths": ["batch"],
-        "pruned_lengths": ["batch"],
-        "logits_index": ["batch", "logits"],
-    }
-    inputs: list[dict[str, Any]] = [
-        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
-    ]
-    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
-        _, layer, region, *width, part = name.split(".")
-        place = {"layer": int(layer), "region": region, "width": int(width[0]) if width else None}
-        inputs.append({"name": name, "dtype": dtype, "shape": shape, **place, "part": part})
-    outputs: list[dict[str, Any]] = [
-        {"name": "logits", "dtype": dtype, "shape": ["batch", "logits", pruned.model.config.vocab_size]}
-    ]
-    shapes = [("key", ["batch", heads, "new_tokens", head_dim])]
-    shapes.append(("value", ["batch", heads, head_dim, "new_tokens"]))
-    outputs += [
-        {"name": f"present.{layer}.{part}", "dtype": dtype, "shape": shape, "layer": layer, "part": part}
-        for layer in range(num_layers)
-        for part, shape in shapes
-    ]
-    return {
-        "widths": pruned.widths,
-        **({} if pruned.value_widths is None else {"value_widths": list(map(list, pruned.value_widths))}),
-        "buckets": [[_describe_bucket(bucket) for bucket in layer] for layer in pruned.buckets],
-        "channel_order": pruned.channel_order.tolist(),
-        "head_permutation": pruned.head_permutation,
-        "inputs": inputs,
-        "outputs": outputs,
-    }
 
 
 def _describe_bucket(bucket: Bucket) -> dict[str, Any]:

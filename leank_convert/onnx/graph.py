@@ -144,15 +144,6 @@ def trial_sizes(sink_size: int, recent_size: int, flush_size: int) -> tuple[int,
     return num_slots, num_slots, max(min(num_slots - sink_size, 3), 0)
 
 
-def run_in_torch(pruned: PrunedModel, inputs: Sequence[Tensor]) -> Tensor:
-    """The logits [B, K, V] that the graph must give for its inputs, in its order, computed by PyTorch."""
-    ids, past, num_pruned, index, *cache = inputs
-    with torch.no_grad(), attending(pruned.model, attend_in_regions):
-        logits: Tensor
-        logits, _ = StepModel(pruned)(ids, past, num_pruned, index, cache)
-    return logits
-
-
 def _held(past: Tensor, pruned: Tensor, num_slots: int, sink_size: int) -> Tensor:
     """Which window slots hold a token that is still seen whole, bool [B, S]; lengths are [B, 1]."""
     slot = torch.arange(num_slots)[None]

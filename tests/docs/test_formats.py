@@ -40,7 +40,7 @@ def literal_keys(function: object) -> set[str]:
     [
         ("The `leank` block", {*LEANK_KEYS, *CACHE_KEYS, KEY_MEAN_KEY, VALUE_WIDTHS_KEY}),
         ("Mask file", {field.name for field in dataclasses.fields(MaskProvenance)}),
-        ("ONNX folder", literal_keys(description.describe) | literal_keys(description.describe_cache)),
+        ("ONNX folder", literal_keys(description.describe)),
     ],
 )
 def test_the_page_names_every_key(title, keys):
