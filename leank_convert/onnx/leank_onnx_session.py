@@ -218,20 +218,9 @@ class Session:
         return given
 
     def _feed(self, rows: Sequence[TokenIds], chunk: int, all_logits: bool) -> list[Array]:
-        if self.cache is not None:
-            return self._read(self.cache, rows, chunk, all_logits)
-        cache = Cache(self.model.description, len(rows), 1)
-        logits = self._read(cache, rows, chunk, all_logits, is_prompt=True)
-        # Half a prompt is no cache that could be decoded on: where reading is interrupted, stay empty.
-        cache.split()
-        self.cache = cache
-        return logits
-
-    def _read(
-        self, cache: Cache, rows: Sequence[TokenIds], chunk: int, all_logits: bool, is_prompt: bool = False
-    ) -> list[Array]:
+        d, is_prompt = self.model.description, self.cache is None
+        cache = Cache(d, len(rows), 1) if self.cache is None else self.cache
         num_new = np.array([len(row) for row in rows])
-        d = self.model.description
         longest = int(num_new.max())
         parts: list[list[Array]] = [[np.zeros((0, d.vocab_size), d.dtype)] for _ in rows]
         for start in range(0, longest, chunk):
@@ -254,6 +243,10 @@ class Session:
                     parts[row].append(logits[row, : counts[row]])
                 else:
                     parts[row] = [logits[row]]
+        if is_prompt:
+            # Half a prompt is no cache that could be decoded on: where reading is interrupted, stay empty.
+            cache.split()
+            self.cache = cache
         return [np.concatenate(part) for part in parts]
 
     def _append(self, cache: Cache, ids: Array, counts: Array, wanted: Array) -> Array:
