@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -116,7 +117,6 @@ class LeanKMetadata:
     block_table: torch.Tensor
     slots: torch.Tensor
     _cut: tuple[list[Rows], list[PromptRun]] | None = field(default=None, repr=False)
-    _valid: torch.Tensor | None = field(default=None, repr=False)
     _is_taken_over: bool = field(default=False, repr=False)
 
     def take_over(self, window: LeanKMetadata, page_size: int, sizes: Windows) -> None:
@@ -167,11 +167,10 @@ class LeanKMetadata:
                 )
         return self._cut
 
+    @cached_property
     def valid(self) -> torch.Tensor:
         """Which tokens are no padding `[B, d]`, found by the first layer that asks."""
-        if self._valid is None:
-            self._valid = (self.slots >= 0).view(-1, self.num_columns or 1)
-        return self._valid
+        return (self.slots >= 0).view(-1, self.num_columns or 1)
 
 
 class HostCopy:
@@ -315,7 +314,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         rows, runs = step.cut(layer.sizes, layer.most_keys)
         if step.num_columns is not None and layer.kernels is not None:
             keys, values = (_to_columns(states, step.num_columns) for states in (key, value))
-            layer.kernels.append(keys, values, store, rows[0].seen, step.valid())
+            layer.kernels.append(keys, values, store, rows[0].seen, step.valid)
         elif layer.page_kernels is not None:
             layer.page_kernels.append(key, value, store, step.slots, window_step.slots)
         else:
@@ -376,37 +375,25 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         step: LeanKMetadata,
         output: torch.Tensor,
     ) -> None:
-        if rows.tokens is None:
-            attended = self._attend(layer, _to_columns(query, rows.seen.shape[1]), store, rows, step)
-            output[: step.num_tokens] = attended.transpose(1, 2).flatten(0, 1)
-            return
-        attended = self._attend(layer, query[rows.tokens].transpose(1, 2), store, rows, step)
-        columns = attended.transpose(1, 2).flatten(0, 1)
-        output[rows.places] = columns if rows.real is None else columns[rows.real]
-
-    def _attend(
-        self, layer: Any, query: torch.Tensor, store: StoreTensors, rows: Rows, step: LeanKMetadata
-    ) -> torch.Tensor:
-        """Attend with rows of columns `[B, H, d, D]`, by kernel where one serves."""
+        """Attend with rows of columns, by kernel where one serves; `output` gets what is no padding."""
+        in_order = rows.tokens is None
+        queries = _to_columns(query, rows.seen.shape[1]) if in_order else query[rows.tokens].transpose(1, 2)
         sink_size = layer.sizes.sink_size
         kernels = layer.wide_kernels if rows.is_wide else layer.kernels
+        given: dict[str, Any] = {"softmax_scale": self.scale, "sinks": self.sinks}
         if kernels is None:
             view = rows.view(store, sink_size, step.max_length)
-            return decode_attention(
-                query, store, view, layout=layer.layout, softmax_scale=self.scale, sinks=self.sinks
+            attended = decode_attention(queries, store, view, layout=layer.layout, **given)
+        else:
+            plan = rows.plan(kernels, sink_size)
+            attended = kernels.attend(
+                queries, store, rows.seen, rows.pruned, plan, sink_size=sink_size, **given
             )
-        plan = rows.plan(kernels, sink_size)
-        attended: torch.Tensor = kernels.attend(
-            query,
-            store,
-            rows.seen,
-            rows.pruned,
-            plan,
-            sink_size=sink_size,
-            softmax_scale=self.scale,
-            sinks=self.sinks,
-        )
-        return attended
+        columns = attended.transpose(1, 2).flatten(0, 1)
+        if in_order:
+            output[: step.num_tokens] = columns
+        else:
+            output[rows.places] = columns if rows.real is None else columns[rows.real]
 
 
 def _by_heads(

@@ -203,27 +203,20 @@ class ModelPages:
         return min(fit, key=lambda split: (-(-num_others // split.num_parts), costs[split]))
 
 
-class LayerPages(NamedTuple):
-    """Where one layer lies in the pages of both groups, as the decode kernels take it."""
-
-    kept_keys: torch.Tensor  # kept channels of all tokens `[pages, C, P, E]`
-    values: torch.Tensor  # kept channels of V of all tokens `[pages, C_values, P, F]`
-    window_keys: torch.Tensor  # dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`
-    # Dropped channels of V of the same `[window_pages, C_dropped_values, P_window, F]`.
-    window_values: torch.Tensor
-
-
 def view_layer(
     kept: torch.Tensor, window: torch.Tensor | None, layout: ChunkLayout, start: Numbers
-) -> LayerPages:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """View one layer's part of the pages of both groups, from where it begins in a token's numbers.
 
-    Pages are `[pages, 1, P, numbers]`, each contiguous; `window` is None where nothing is dropped.
+    Pages are `[pages, 1, P, numbers]`, each contiguous; `window` is None where nothing is dropped. Returned
+    are, as the decode kernels take them, of all tokens the kept channels of K `[pages, C, P, E]` and V
+    `[pages, C_values, P, F]`, and of whole tokens the dropped ones of both, `[window_pages, C_dropped,
+    P_window, E]` and `[window_pages, C_dropped_values, P_window, F]`.
     """
     size, value_size = layout.chunk_size, layout.value_chunk
     num_kept, num_dropped = layout.num_kept_chunks, layout.num_dropped_chunks
     window = kept if window is None else window
-    return LayerPages(
+    return (
         _view_rows(kept, start.kept, num_kept, size),
         _view_rows(kept, start.kept + num_kept * size, sum(layout.kept_values), value_size),
         _view_rows(window, start.window, num_dropped, size),
