@@ -35,7 +35,6 @@ from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.layers import LeanKAttention
 from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
-from leank_convert.vllm.quantized import count_of_head
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
 
 # Tensors of files beside the weights, which vLLM loads with them.
@@ -51,6 +50,8 @@ _HEADS = {
     "k_norm": "k",
     "sinks": "q",
 }
+# Beside a weight of one byte an element: a number for all of it, for rows, or for blocks of rows and columns.
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "weight_zero_point")
 
 
 class _LeanKForCausalLM:
@@ -201,7 +202,7 @@ class _LeanKForCausalLM:
         size = 1 if part == "sinks" else 2 * head_dim if part == "q_proj" and self._has_gate else head_dim
         expected = sum(counts) * size
         if self._quantized and part != "sinks":
-            size = count_of_head(name, tensor, dim, sum(counts), size)
+            size = _count_of_head(name, tensor, dim, sum(counts), size)
         elif tensor.shape[dim] != expected:
             raise ValueError(
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
@@ -212,6 +213,32 @@ class _LeanKForCausalLM:
         blocks = tensor.split([count * size for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
+
+
+def _count_of_head(name: str, tensor: torch.Tensor, dim: int, num_heads: int, head_dim: int) -> int | None:
+    """Count a head's numbers along `dim`, in which heads lie, in a tensor of a quantized projection.
+
+    None if all heads share one; ValueError if two share a number and others do not, or the layout is not
+    known.
+    """
+    kind = name.rpartition(".")[2]
+    if tensor.numel() == 1:
+        return None
+    if kind in _WEIGHT_SCALES:
+        if tensor.ndim <= dim or tensor.shape[dim] == 1:
+            return None
+        count, rest = divmod(tensor.shape[dim], num_heads)
+        rows = head_dim // max(count, 1)
+        # Blocks are a power of two of rows. Others follow from a last block that is cut short.
+        if not rest and count * rows == head_dim and not rows & (rows - 1):
+            return count
+    elif kind in ("weight", "bias") and tensor.shape[dim] == num_heads * head_dim:
+        return head_dim
+    raise ValueError(
+        f"`{name}` is of shape {list(tensor.shape)}, and tensor parallelism deals {num_heads} heads of "
+        f"{head_dim} to ranks: it is packed, or parts of two heads share a scale; serve it on one GPU, or "
+        "quantize it with a scale for each row"
+    )
 
 
 def _check_layers(names: Iterable[str]) -> None:
