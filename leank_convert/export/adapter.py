@@ -29,8 +29,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.plan import TensorEdit, bases_by_layer, plan_edit
-from leank_convert.export.stock_tensors import list_stock_tensors
+from leank_convert.export.plan import TensorEdit, bases_by_layer, list_stock_tensors, plan_edit
 from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model

@@ -11,11 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, FLOAT_DTYPES, Checkpoint
+from leank_convert.config_class import build_config, refused_by_transformers
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.quantized import (
     check_cache_scales,
@@ -24,7 +27,6 @@ from leank_convert.export.quantized import (
     find_moving,
     is_quantized,
 )
-from leank_convert.export.stock_tensors import list_stock_tensors
 from leank_convert.families import attention_tensor
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
@@ -141,14 +143,35 @@ def plan_edits(
     edits: dict[str, TensorEdit] = {}
     for name, shape in {**_find_more_biases(checkpoint, shapes), **shapes}.items():
         edit = plan_edit(name, shape, facts, orders, bases)
-        if edit is None or not is_quantized(checkpoint, name):
+        if not is_quantized(checkpoint, name):
             _expect(checkpoint, name, shape)
             edits.update({} if edit is None else {name: edit})
             continue
         check_scaled(checkpoint, name)
-        moving = find_moving(checkpoint, name, shape, edit.dim, len(edit.permutation))
-        edits.update((each, replace(edit, runs=runs)) for each, runs in moving.items())
+        if edit is not None:  # where it stays, any layout will do
+            moving = find_moving(checkpoint, name, shape, edit.dim, len(edit.permutation))
+            edits.update((each, replace(edit, runs=runs)) for each, runs in moving.items())
     return edits
+
+
+def list_stock_tensors(facts: ModelFacts, *, origin: str) -> dict[str, tuple[int, ...]]:
+    """List the shapes of a model's tensors, by the names that they have in files.
+
+    The model is built without memory for its weights. `origin` is its config.json, for messages.
+
+    Raises:
+        LeanKError: If transformers makes no model of its config.json.
+    """
+    # Imported here: it takes more than a second, which an import of the toolkit need not.
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = build_config(facts.config, facts.architecture, origin=origin)
+    with refused_by_transformers(origin), torch.device("meta"):
+        model: Any = getattr(transformers, facts.architecture.causal_lm_class)(config)
+        # In memory, experts lie in one tensor that files hold in parts.
+        tensors = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def bases_by_layer(facts: ModelFacts, value_basis: Tensor | None) -> dict[int, tuple[Tensor, ...]]:
@@ -216,10 +239,7 @@ def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 
 
 def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    """Check a tensor that stays as it is, or is plain; of a quantized one any layout will do."""
-    if is_quantized(checkpoint, name):
-        check_scaled(checkpoint, name)
-        return
+    """Check a tensor that is not quantized."""
     found = checkpoint.find(name)
     if found is None:
         files = ", ".join(f"`{shard}`" for shard in list(checkpoint.shards)[:3])
