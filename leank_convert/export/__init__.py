@@ -26,7 +26,12 @@ from leank_convert.checkpoint_io import (
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
-from leank_convert.export.companions import copy_companions, has_chat_template, read_tokenizer_config
+from leank_convert.export.companions import (
+    copy_companions,
+    has_chat_template,
+    read_tokenizer_config,
+    write_files,
+)
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
@@ -40,7 +45,7 @@ from leank_convert.export.request import (
     open_source,
     resolve_export,
 )
-from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
+from leank_convert.export.runtime_files import needed_parts, read_runtime_files
 from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.families import attention_tensor
 from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
@@ -163,9 +168,10 @@ def write_export(
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
                 hashed = _write_weights(checkpoint, plan, leank, partial)
                 companions.result()
-            files = copy_runtime_files(partial, needed_parts(facts.architecture, leank))
+            runtime = read_runtime_files(needed_parts(facts.architecture, leank))
+            write_files(runtime, partial)
             save_mask(mask, partial / MASK_FILE_NAME)
-            digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
+            digests = {file: sha256_of(partial / file) for file in (*runtime, MASK_FILE_NAME)}
             config = build_config(export.config, facts.architecture, leank, digests)
             write_atomically(partial / CONFIG_NAME, encode_json(config))
             _check_written(checkpoint, plan, partial)

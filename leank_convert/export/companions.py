@@ -37,10 +37,7 @@ def copy_companions(folder: Path, target: Path) -> None:
     """
     found, refers_to_code = read_companions(folder)
     settings = {key: value for key, value in read_tokenizer_config(folder).items() if key != "auto_map"}
-    missing = []
-    if not has_tokenizer(found):
-        missing.append("tokenizer")
-    else:
+    if has_tokenizer(found):
         try:
             chosen = find_tokenizer_class(folder)
             if not names_class(folder, settings, chosen):
@@ -48,12 +45,13 @@ def copy_companions(folder: Path, target: Path) -> None:
         except LeanKError as error:
             if not refers_to_code:  # else it was warned of
                 _logger.warning("%s; it is copied as it is", error.message)
-    write_companions(found, target)
-    if not has_chat_template(settings, found):
-        missing.append("chat template")
-    if "generation_config.json" not in found:
-        missing.append("`generation_config.json`")
-    if missing:
+    write_files(found, target)
+    is_there = {
+        "tokenizer": has_tokenizer(found),
+        "chat template": has_chat_template(settings, found),
+        "`generation_config.json`": "generation_config.json" in found,
+    }
+    if missing := [name for name, is_found in is_there.items() if not is_found]:
         _logger.warning("`%s` has no %s; nor will the checkpoint", folder, ", no ".join(missing))
 
 
@@ -93,8 +91,8 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
     return found, refers_to_code
 
 
-def write_companions(contents: Mapping[str, bytes], target: Path) -> None:
-    """Write companions into an existing folder; OSError if one cannot be written."""
+def write_files(contents: Mapping[str, bytes], target: Path) -> None:
+    """Write files by their names into an existing folder; OSError if one cannot be written."""
     for name, content in contents.items():
         (target / name).parent.mkdir(exist_ok=True)
         write_atomically(target / name, content)

@@ -225,7 +225,7 @@ def build_model_card(
     leank: Mapping[str, Any] = MappingProxyType({}),
     noted_name: str | None = None,
     base_model: str | None = None,
-    licence: Mapping[str, str] | None = None,
+    licence: Mapping[str, str] = MappingProxyType({}),
     tried: str | None = None,
     chats: bool = False,
     whole: str | None = None,
@@ -236,8 +236,22 @@ def build_model_card(
     larger model whose text model it is, and `tried`, a sentence without its full stop, what came of the trial
     of a cache of a dtype of its own.
     """
+    # Imported here: an import of the toolkit need not wait for it.
+    from huggingface_hub import ModelCardData
+
     known = mask.provenance
     assert known is not None
+    # No `base_model_relation`: `finetune` would say that weights were trained, `quantized` that they have
+    # fewer bits, and neither is so.
+    front_matter = ModelCardData(
+        base_model=base_model,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
+    )
     cache = count_cache_bytes(
         mask.widths, facts.head_dim, element_bytes, leank.get("kv_dtype"), mask.stored_values
     )
@@ -245,7 +259,6 @@ def build_model_card(
     # Of another model or other windows it says nothing about this checkpoint.
     if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
         held_out = None
-    licence = licence or {}
     title = escaped((base_model or name).rpartition("/")[2])
     heads = sorted(width for layer in mask.widths for width in layer)
     moved = []
@@ -259,7 +272,7 @@ def build_model_card(
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= {"md": escaped, "percent": "{:.1%}".format, "count": "{:,}".format}
     return environment.from_string(_CARD).render(
-        front_matter=_build_front_matter(base_model, licence),
+        front_matter=front_matter.to_yaml(),
         name=title,
         is_other=name != known.model,
         mask=mask,
@@ -294,27 +307,6 @@ def build_model_card(
         recipe=recipe,
         fence="`" * max(3, max(map(len, re.findall("`+", recipe)), default=0) + 1),
     )
-
-
-def _build_front_matter(base_model: str | None, licence: Mapping[str, str]) -> str:
-    """Metadata as the hub takes it.
-
-    No `base_model_relation` is named: `finetune` would say that weights were trained, `quantized` that they
-    have fewer bits, and neither is so.
-    """
-    # Imported here: an import of the toolkit need not wait for it.
-    from huggingface_hub import ModelCardData
-
-    card = ModelCardData(
-        base_model=base_model,
-        license=licence.get("license"),
-        license_name=licence.get("license_name"),
-        license_link=licence.get("license_link"),
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
-    )
-    return card.to_yaml()
 
 
 def _describe_recipe(known: MaskProvenance) -> str:

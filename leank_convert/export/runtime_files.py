@@ -1,18 +1,14 @@
-"""Runtime files of a checkpoint: those that its config needs, found as data, copied flat, never imported."""
+"""Runtime files of a checkpoint: those that its config needs, found as data, never imported."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from leank_convert.families import Architecture
-from leank_convert.files import write_atomically
 from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, VALUE_BASIS_KEY
 
-CONFIGURATION_FILE = "configuration_leank.py"
-MODELING_FILE = "modeling_leank.py"
 _PARTS_FILE = "parts_leank.py"
 # Files that only some checkpoints carry.
 PARTS = ("kernel_fp8_leank.py", "mixed_cache_leank.py", "model_constants_leank.py", "sinks_leank.py")
@@ -41,19 +37,10 @@ def read_runtime_files(parts: Collection[str] = PARTS) -> dict[str, bytes]:
     return {name: content for name, content in found.items() if name not in left_out}
 
 
-def copy_runtime_files(folder: Path, parts: Collection[str] = PARTS) -> list[str]:
-    """Copy the runtime's files into a folder, of those that not all carry these `parts`; their names."""
-    contents = read_runtime_files(parts)
-    for name, content in contents.items():
-        write_atomically(folder / name, content)
-    return list(contents)
-
-
 def auto_map(architecture: Architecture) -> dict[str, str]:
     """The classes that transformers' auto classes find in a checkpoint of this family."""
-    configuration, modeling = Path(CONFIGURATION_FILE).stem, Path(MODELING_FILE).stem
     return {
-        "AutoConfig": f"{configuration}.LeanK{architecture.config_class}",
-        "AutoModel": f"{modeling}.LeanK{architecture.base_class}",
-        "AutoModelForCausalLM": f"{modeling}.LeanK{architecture.causal_lm_class}",
+        "AutoConfig": f"configuration_leank.LeanK{architecture.config_class}",
+        "AutoModel": f"modeling_leank.LeanK{architecture.base_class}",
+        "AutoModelForCausalLM": f"modeling_leank.LeanK{architecture.causal_lm_class}",
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from leank_convert.checkpoint_io import CARD_NAME, ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export import write_export
-from leank_convert.export.companions import read_companions, write_companions
+from leank_convert.export.companions import read_companions, write_files
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.foreign import MARKER_NAME
 from leank_convert.export.publish import staged_folder
@@ -134,14 +134,12 @@ def export_onnx(
             quantize_weights(partial / MODEL_FILE, weights)
             difference = check_graph(trials, partial / MODEL_FILE, weights)
         companions, _ = read_companions(checkpoint)
-        write_companions(companions, partial)
+        others = {file.name: file.read_bytes() for file in (*_HOST, checkpoint / MASK_FILE_NAME)}
+        write_files({**companions, **others}, partial)
         if "tokenizer.json" not in companions:
             _logger.warning(
                 "`%s` has no `tokenizer.json`; `leank_onnx.py` will take tokens alone, no text", checkpoint
             )
-        write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
-        for file in _HOST:
-            write_atomically(partial / file.name, file.read_bytes())
         if temporary.exists():
             shutil.rmtree(temporary)
         _describe_folder(pruned, partial, weights, difference)

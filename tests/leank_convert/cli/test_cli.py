@@ -163,7 +163,7 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
 def test_a_signal_ends_a_command_and_leaves_nothing_half_written(number, code, told, monkeypatch, tmp_path):
     """Ctrl-C, and what schedulers send."""
     monkeypatch.setattr(
-        "leank_convert.export.copy_runtime_files", lambda *_: signal.raise_signal(signal.Signals[number])
+        "leank_convert.export.read_runtime_files", lambda *_: signal.raise_signal(signal.Signals[number])
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs jobs aside
     try:
