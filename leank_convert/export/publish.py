@@ -53,7 +53,6 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         if (out / TRAINING_FOLDER).is_dir():
             stack.enter_context(lock_training(out))
         check_replaceable(out, overwrite=overwrite)
-        _recover(out, partial)
         try:
             partial.mkdir()
             (partial / MARKER_NAME).touch()
@@ -81,7 +80,21 @@ def recover(out: Path) -> None:
     """
     out, partial = _locate(out)
     with _lock(out):
-        _recover(out, partial)
+        if not os.path.lexists(partial):
+            return
+        is_folder = partial.is_dir() and not partial.is_symlink()
+        if is_folder and (partial / _WHOLE_NAME).is_file():
+            names = json.loads((partial / _WHOLE_NAME).read_bytes())["names"]
+            if all(os.path.lexists(partial / name) or os.path.lexists(out / name) for name in names):
+                _publish(partial, out)
+            else:  # somebody removed what had been moved: what is left is no export
+                _remove(partial)
+        elif is_folder and ((partial / MARKER_NAME).is_file() or not any(partial.iterdir())):
+            _remove(partial)
+        else:
+            raise LeanKError(
+                f"`{partial}` is in the way: it is not what a stopped export left", hint="move it elsewhere"
+            )
 
 
 def check_replaceable(out: Path, *, overwrite: bool) -> None:
@@ -128,24 +141,6 @@ def _locate(out: Path) -> tuple[Path, Path]:
 
 def _lock(out: Path) -> AbstractContextManager[None]:
     return locked(out.with_name(out.name + LOCK_NAME), f"another process is writing to `{out}`")
-
-
-def _recover(out: Path, partial: Path) -> None:
-    if not os.path.lexists(partial):
-        return
-    is_folder = partial.is_dir() and not partial.is_symlink()
-    if is_folder and (partial / _WHOLE_NAME).is_file():
-        names = json.loads((partial / _WHOLE_NAME).read_bytes())["names"]
-        if all(os.path.lexists(partial / name) or os.path.lexists(out / name) for name in names):
-            _publish(partial, out)
-        else:  # somebody removed what had been moved: what is left is no export
-            _remove(partial)
-    elif is_folder and ((partial / MARKER_NAME).is_file() or not any(partial.iterdir())):
-        _remove(partial)
-    else:
-        raise LeanKError(
-            f"`{partial}` is in the way: it is not what a stopped export left", hint="move it elsewhere"
-        )
 
 
 def _list_files(partial: Path) -> list[str]:
