@@ -26,12 +26,8 @@ def fold(block: Tensor, basis: Tensor, dim: int) -> Tensor:
 def fold_bytes(content: bytes, dtype: str, rows: int, basis: Tensor, dim: int) -> bytes:
     """Fold a basis into the bytes of a block of so many rows, rounded once to the dtype that they have."""
     block = torch.frombuffer(bytearray(content), dtype=DTYPES[dtype]).view(rows, -1)
-    return to_bytes(fold(block, basis, dim).to(block.dtype))
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor, as a file has them."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    folded = fold(block, basis, dim).to(block.dtype)
+    return folded.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def is_folded(source: Tensor, written: Tensor, basis: Tensor, dim: int) -> bool:
