@@ -26,6 +26,18 @@ from tests.leank_convert.onnx.conftest import change_description
 
 # No multiple of a block.
 IN, OUT, VOCAB = 200, 24, 40
+GRAPH = f"""
+<ir_version: 10, opset_import: ["": 23]>
+graph (float[rows, {IN}] x, float[{OUT}, slots] cache, int64[n] ids)
+  => (float[rows, {OUT}] y, float[rows, slots] scores, float[n, {VOCAB}] logits)
+{{
+  y = MatMul(x, weight)
+  [cached] scores = MatMul(y, cache)
+  embedded = Gather(embedding, ids)
+  head = Transpose <perm = [1, 0]> (embedding)
+  logits = MatMul(embedded, head)
+}}
+"""
 
 
 def operators(path):
@@ -42,27 +54,10 @@ def linear():
 def graph(linear, tmp_path):
     """`x @ linear` beside a product of two inputs, and an embedding that is the output's weight, too."""
     embedding = torch.randn(VOCAB, OUT, generator=torch.Generator().manual_seed(1))
-    weights = {"weight": linear.weight.detach().T.contiguous(), "embedding": embedding}
-    nodes = [
-        helper.make_node("MatMul", ["x", "weight"], ["y"], name="linear"),
-        helper.make_node("MatMul", ["y", "cache"], ["scores"], name="cached"),
-        helper.make_node("Gather", ["embedding", "ids"], ["embedded"], name="embed"),
-        helper.make_node("Transpose", ["embedding"], ["head"], name="transpose", perm=[1, 0]),
-        helper.make_node("MatMul", ["embedded", "head"], ["logits"], name="output"),
-    ]
-
-    def value(name, shape, kind=TensorProto.FLOAT):
-        return helper.make_tensor_value_info(name, kind, shape)
-
-    made = helper.make_graph(
-        nodes,
-        "graph",
-        [value("x", ["rows", IN]), value("cache", [OUT, "slots"]), value("ids", ["n"], TensorProto.INT64)],
-        [value("y", ["rows", OUT]), value("scores", ["rows", "slots"]), value("logits", ["n", VOCAB])],
-        [numpy_helper.from_array(weight.numpy(), name) for name, weight in weights.items()],
-    )
+    model = onnx.parser.parse_model(GRAPH)
+    for name, weight in (("weight", linear.weight.detach().T.contiguous()), ("embedding", embedding)):
+        model.graph.initializer.append(numpy_helper.from_array(weight.numpy(), name))
     path = tmp_path / "model.onnx"
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     onnx.save(model, path, save_as_external_data=True, location="model.onnx.data")
     return path
 
