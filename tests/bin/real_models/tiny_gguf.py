@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -35,20 +35,6 @@ CONFIGS = {
     "qwen2": Qwen2Config(
         vocab_size=len(TOKENS + MORE_TOKENS), bos_token_id=0, eos_token_id=2, pad_token_id=0, **SHAPE
     ),
-}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.layers": "blk",
 }
 
 
@@ -105,10 +91,9 @@ def metadata(architecture: str) -> dict[str, Any]:
 def tensors(architecture: str) -> dict[str, torch.Tensor]:
     """The weights by their names in the file, the rows of a query or key head in its order."""
     found = {}
-    for name, weight in make_model(architecture).named_parameters():
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        weight = weight.detach()
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], SHAPE["num_hidden_layers"])
+    for own_name, parameter in make_model(architecture).named_parameters():
+        name, weight = names.get_name(own_name, (".weight", ".bias")), parameter.detach()
         if architecture == "llama" and ("attn_q" in name or "attn_k" in name):
             weight = weight.view(-1, 2, 8, 64).transpose(1, 2).flatten(0, 2)  # 16 channels a head
         found[name] = weight
