@@ -160,23 +160,13 @@ def draw_empty_by_layer(axes: Axes, analysis: MaskAnalysis) -> None:
 def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
     """Bars of the bytes of one token in K and V: what is kept of it, and what is saved."""
     cache = analysis.cache
-    rows = [
-        ("K", cache.key_pruned, cache.key_dense),
-        ("V", cache.value_pruned, cache.value_dense),
-        ("K + V", cache.key_pruned + cache.value_pruned, cache.key_dense + cache.value_dense),
-    ]
-    names = [name for name, _, _ in rows]
-    axes.barh(names, [pruned / 1024 for _, pruned, _ in rows], color=BLUE, label="kept")
-    axes.barh(
-        names,
-        [(dense - pruned) / 1024 for _, pruned, dense in rows],
-        left=[pruned / 1024 for _, pruned, _ in rows],
-        color=INK,
-        alpha=0.25,
-        label="saved",
-    )
-    for place, (_, pruned, dense) in enumerate(rows):
-        _annotate(axes, f"{1 - pruned / dense:.1%} saved", (dense / 1024, place), (5, 0), va="center")
+    pruned = np.array([cache.key_pruned, cache.value_pruned, cache.key_pruned + cache.value_pruned])
+    dense = np.array([cache.key_dense, cache.value_dense, cache.key_dense + cache.value_dense])
+    names = ("K", "V", "K + V")
+    axes.barh(names, pruned / 1024, color=BLUE, label="kept")
+    axes.barh(names, (dense - pruned) / 1024, left=pruned / 1024, color=INK, alpha=0.25, label="saved")
+    for place, share in enumerate(1 - pruned / dense):
+        _annotate(axes, f"{share:.1%} saved", (dense[place] / 1024, place), (5, 0), va="center")
     axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
     axes.margins(x=0.22)
     axes.grid(axis="x")
@@ -335,7 +325,7 @@ def _annotate(axes: Axes, text: str, place: Any, points: tuple[int, int], **styl
 
 def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
     """The median of `window` (odd) values around each; fewer at the ends."""
-    half = window // 2
-    return np.array(
-        [np.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))], dtype=values.dtype
-    )
+    padded = np.pad(values, window // 2, constant_values=np.nan)
+    around = np.lib.stride_tricks.sliding_window_view(padded, window)
+    medians: np.ndarray[Any, Any] = np.nanmedian(around, axis=1)
+    return medians
