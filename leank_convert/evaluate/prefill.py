@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -105,13 +106,9 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
 
 def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """Stack prompts [N] to ids and padding mask [B, S]."""
-    length = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), length, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, length - len(prompt) :] = prompt
-        attention_mask[row, length - len(prompt) :] = 1
-    return input_ids.to(device), attention_mask.to(device)
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    ids, real = (pad_sequence(list(rows), batch_first=True, padding_side="left") for rows in (prompts, ones))
+    return ids.to(device), real.to(device)
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
