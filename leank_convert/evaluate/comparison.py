@@ -65,12 +65,6 @@ class CacheBytes:
     value_dense: int
     value_pruned: int
 
-    @classmethod
-    def of(cls, memory: Any, num_tokens: int) -> CacheBytes:
-        """Count by what a LeanK cache of one row says of its memory."""
-        keys, values = memory.keys.used, memory.values.used
-        return cls(num_tokens, memory.dense_keys, keys, memory.dense_values, values)
-
 
 @dataclass(frozen=True)
 class UsedBytes:

@@ -126,7 +126,9 @@ def _measure(
     for name, cache in fill_caches(evaluated, prompt, variants):
         used[name] = used_bytes(cache)
         if name == PRUNED:
-            pruned = CacheBytes.of(cache.memory(), len(prompt.input_ids) + 1)
+            memory, count = cache.memory(), len(prompt.input_ids) + 1
+            keys, values = memory.keys.used, memory.values.used
+            pruned = CacheBytes(count, memory.dense_keys, keys, memory.dense_values, values)
     return pruned, used
 
 

@@ -94,14 +94,11 @@ def draft_needles(task: NeedleTask, rng: random.Random, haystack: Haystack) -> D
     separator = " " if task.haystack == "essay" else "\n"
 
     listed = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
-    if len(references) > 1:
-        secret, verb = f"secret {what}s", "are"
-        before = f"Some secret {what}s are stated in the text below"
-        question = f"Which secret {what}s does the text state for {listed}? Name all of them."
-    else:
-        secret, verb = f"secret {what}", "is"
-        before = f"A secret {what} is stated in the text below"
-        question = f"Which secret {what} does the text state for {listed}?"
+    is_one = len(references) == 1
+    some, secret = ("A", f"secret {what}") if is_one else ("Some", f"secret {what}s")
+    verb, ending = ("is", "") if is_one else ("are", " Name all of them.")
+    before = f"{some} {secret} {verb} stated in the text below"
+    question = f"Which {secret} does the text state for {listed}?{ending}"
 
     def render(num_pieces: int) -> str:
         context = separator.join(strew(filler(num_pieces), needles))
