@@ -85,7 +85,7 @@ def _log_probabilities(model: Any, prompt: Tensor, answer: Tensor, kv_dtype: str
     for dtype in ("auto", kv_dtype):
         cache = fork(prefilled)
         cache.kv_dtype = dtype
-        for token in answer:  # one by one, as decoding does
-            logits = model(input_ids=token.view(1, 1), cache=cache).logits[0].double()
-            found.append(logits.log_softmax(-1))
-    return [torch.cat(half) for half in (found[: len(answer)], found[len(answer) :])]
+        # One by one, as decoding does.
+        steps = [model(input_ids=token.view(1, 1), cache=cache).logits[0].double() for token in answer]
+        found.append(torch.cat(steps).log_softmax(-1))
+    return found

@@ -18,7 +18,8 @@ from leank_convert.evaluate.answering import (
     fill_caches,
     find_opponent,
 )
-from leank_convert.evaluate.benchmarks import draw_gsm_infinite, draw_longbench
+from leank_convert.evaluate.benchmarks.gsm_infinite import draw_gsm_infinite
+from leank_convert.evaluate.benchmarks.longbench import draw_longbench
 from leank_convert.evaluate.comparison import CacheBytes, Comparison, UsedBytes, used_bytes, write_results
 from leank_convert.evaluate.loading import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.names import PRUNED

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.records import read_field, read_records, read_texts
 from leank_convert.errors import LeanKError, cut
-from leank_convert.evaluate.benchmarks.files import encode_text, list_files
+from leank_convert.evaluate.benchmarks import encode_text, list_files
 from leank_convert.evaluate.prompt import Prompt
 
 _SUBSETS = {1: "symbolic", 2: "medium", 3: "hard"}  # by `d`

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.records import read_field, read_records, read_texts
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.benchmarks.files import encode_text, list_files
+from leank_convert.evaluate.benchmarks import encode_text, list_files
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS, Task
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.scores import SCORES
