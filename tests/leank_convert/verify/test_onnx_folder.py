@@ -33,22 +33,12 @@ def made(out, source=None):
     return [check.name for check in verify_checkpoint(out, source).checks]
 
 
-def describe(place, edit):
-    """Change what stands at a place, keys and numbers between dots: to a value, or by a function of it.
-
-    A value of `...` removes the key.
-    """
+def describe(key, edit):
+    """Change what stands under a key: to a value, or by a function of it."""
 
     def spoil(out):
-        content = holder = read_json(out / DESCRIPTION)
-        *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
-        for part in way:
-            holder = holder[part]
-        if edit is ...:
-            del holder[last]
-        else:
-            before = holder.get(last) if isinstance(holder, dict) else holder[last]
-            holder[last] = edit(before) if callable(edit) else edit
+        content = read_json(out / DESCRIPTION)
+        content[key] = edit(content[key]) if callable(edit) else edit
         (out / DESCRIPTION).write_text(json.dumps({**content, "sha256": digest_of(content)}))
 
     return spoil
