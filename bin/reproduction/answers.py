@@ -7,7 +7,7 @@ the folders of its answers, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -109,17 +109,17 @@ class Answers:
         return settings
 
 
-def take(scores: Scores, cells: Collection[Cell] | None = None) -> list[float]:
-    """The scores of some cells, None for all, one after the other."""
-    return [score for cell, found in scores.items() if cells is None or cell in cells for score in found]
+def take(scores: Scores) -> list[float]:
+    """The scores of all cells, one after the other."""
+    return [score for found in scores.values() for score in found]
 
 
-def subtract(scores: Scores, others: Scores, cells: Collection[Cell] | None = None) -> Difference | None:
+def subtract(scores: Scores, others: Scores) -> Difference | None:
     """The paired difference on the prompts that both answered; None if there are none."""
     pairs = [
         own - other
         for cell, found in scores.items()
-        if cell in others and (cells is None or cell in cells)
+        if cell in others
         for own, other in zip(found, others[cell], strict=False)
     ]
     return compare(pairs) if pairs else None

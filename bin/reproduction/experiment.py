@@ -116,9 +116,15 @@ class Experiment:
             needs = (f"masks/{MAIN}", *(["basis"] if plan.has_basis else []))
             units.append(Unit("constants", self.bench.scales_file.exists, self.bench.measure_scales, needs))
         units += self._list_text_units()
-        last: dict[str, str] = {}
+        last: dict[str, tuple[str, ...]] = {}  # the round of a cell that comes before, by the folder of both
         for part in plan.parts:
-            units += self._list_rounds(part, last)
+            for each, cell in itertools.product(part.rounds, part.cells):
+                answers, folder = self.parts[part.name], f"{part.name}/{cell.name}"
+                name = _name_unit(part, cell, each)
+                is_done = partial(answers.is_done, cell, each.num_prompts)
+                ask = partial(answers.ask, cell, each.num_prompts)
+                units.append(self._list_unit(name, each.rows, is_done, ask, last.get(folder, ())))
+                last[folder] = (name,)
         if plan.weighed:
             is_done = partial(_has, self.bytes_file)
             units.append(self._list_unit("bytes", singles(plan.weighed), is_done, self._weigh))
@@ -139,20 +145,6 @@ class Experiment:
             lambda: make(self._pick(rows)),
             (*self._needs(rows), *needs),
         )
-
-    def _list_rounds(self, part: Part, last: dict[str, str]) -> Iterator[Unit]:
-        """A unit for every cell and round of a part; notes each cell's last one."""
-        answers = self.parts[part.name]
-        for each, cell in itertools.product(part.rounds, part.cells):
-            before = last.get(cell.name + part.name)
-            yield self._list_unit(
-                name := _name_unit(part, cell, each),
-                each.rows,
-                partial(answers.is_done, cell, each.num_prompts),
-                partial(answers.ask, cell, each.num_prompts),
-                [before] if before else (),
-            )
-            last[cell.name + part.name] = name
 
     def _list_text_units(self) -> Iterator[Unit]:
         for texts in self.texts:

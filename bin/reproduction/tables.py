@@ -87,7 +87,8 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
 
 def _describe(scores: Scores, others: Scores, cells: Collection[Cell]) -> str:
     """The mean in some cells, and the difference to others if there are any."""
-    parts = _mean(take(scores, cells)), describe_difference(subtract(scores, others, cells))
+    here = {cell: found for cell, found in scores.items() if cell in cells}
+    parts = _mean(take(here)), describe_difference(subtract(here, others))
     return "; ".join(filter(None, parts))
 
 
