@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -22,23 +23,12 @@ def run(monkeypatch):
     """Calls the command with an experiment that notes what it is asked for, or fails."""
 
     def call(*arguments, failure=None):
-        asked = []
-
-        class Noted:
-            def __init__(self, *given):
-                asked.append(given)
-
-            def count_left(self):
-                return ""
-
-            def run(self):
-                if failure is not None:
-                    raise failure
-                return asked[0][0] / "tables.md"
-
-        monkeypatch.setattr(experiment, "Experiment", Noted)
-        monkeypatch.setattr(units, "run_workers", lambda *given: asked.append(given))
-        return CliRunner().invoke(main, arguments), asked
+        made = Mock()
+        made.return_value.count_left.return_value = ""
+        made.return_value.run.side_effect = failure
+        monkeypatch.setattr(experiment, "Experiment", made)
+        monkeypatch.setattr(units, "run_workers", made)
+        return CliRunner().invoke(main, arguments), [asked.args for asked in made.call_args_list]
 
     return call
 
