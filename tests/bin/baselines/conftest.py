@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from leank_convert.evaluate.prefill import decode_token
-from tests.leank_convert.evaluate.conftest import evaluated, export_retriever, prefill
+from tests.leank_convert.evaluate.conftest import evaluated, export_retriever, feed, prefill
 
 __all__ = ["decode", "evaluated", "export_retriever", "masks", "prefill"]
 
@@ -21,11 +20,7 @@ def masks(evaluated):
 
 def decode(prefill, variant, num_steps):
     """The logits of steps on the same random tokens, and the cache."""
-    generator = torch.Generator().manual_seed(6)
+    generator, shape = torch.Generator().manual_seed(6), (len(prefill.attention_mask), 1)
+    tokens = [torch.randint(5, 300, shape, generator=generator) for _ in range(num_steps)]
     model, cache = variant.start(prefill)
-    attention_mask, steps = prefill.attention_mask, []
-    for _ in range(num_steps):
-        token = torch.randint(5, 300, (len(attention_mask), 1), generator=generator)
-        logits, attention_mask = decode_token(model, cache, token, attention_mask)
-        steps.append(logits)
-    return torch.stack(steps) if steps else None, cache
+    return feed(model, cache, prefill.attention_mask, tokens), cache

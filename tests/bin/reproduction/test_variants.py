@@ -9,13 +9,14 @@ import torch
 from bin.reproduction.bench import PrunedValues, RoundedPrompt
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.evaluate.loading import load_evaluated
-from leank_convert.evaluate.prefill import decode_token, run_prefill
+from leank_convert.evaluate.prefill import run_prefill
 from leank_convert.evaluate.variants import Masked
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask, save_mask
 from runtime.constants_leank import Constants
 from runtime.tools import fork
 from tests.checks import facts_of, provenance_of, prune_values
+from tests.leank_convert.evaluate.conftest import feed
 from tests.runtime.conftest import build_pair
 from tests.runtime.tiny_inputs import feed, ids
 from tests.tiny_families import random_mask
@@ -59,12 +60,8 @@ def test_values_pruned_in_memory_answer_as_a_checkpoint_does(retriever_folder, t
 
     def answer(evaluated, variant):
         prefill = run_prefill(evaluated.model, prompt, torch.ones_like(prompt))
-        model, cache = variant.start(prefill)
-        seen, found = prefill.attention_mask, []
-        for token in range(7, 19):  # some leave the window meanwhile
-            logits, seen = decode_token(model, cache, torch.tensor([[token]]), seen)
-            found.append(logits)
-        return torch.cat(found)
+        tokens = torch.arange(7, 19).view(-1, 1, 1)  # some leave the window meanwhile
+        return feed(*variant.start(prefill), prefill.attention_mask, tokens)
 
     checkpoint = load_evaluated(tmp_path / "out", device)
     expected = answer(checkpoint, Masked("checkpoint", kv_dtype=kv_dtype))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from leank_convert.evaluate.loading import load_evaluated
-from leank_convert.evaluate.prefill import pad_left, run_prefill
+from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 
@@ -33,3 +33,12 @@ def prefill(evaluated, request):
     prompts = [torch.randint(5, 300, (length,), generator=generator) for length in module.LENGTHS]
     options = {"query_window": module.QUERY_WINDOW} if hasattr(module, "QUERY_WINDOW") else {}
     return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), **options)
+
+
+def feed(model, cache, attention_mask, tokens):
+    """The logits of steps that feed these tokens [B, 1] behind a prefill [steps, B, vocabulary]."""
+    steps = []
+    for token in tokens:
+        logits, attention_mask = decode_token(model, cache, token, attention_mask)
+        steps.append(logits)
+    return torch.stack(steps) if steps else None

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
+from leank_convert.evaluate.prefill import pad_left, prefill_stock, run_prefill
+from tests.leank_convert.evaluate.conftest import feed
 
 CPU = torch.device("cpu")
 WINDOW = 8
@@ -45,11 +46,10 @@ def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     assert masks and all(mask is None for mask in masks)
 
 
-def test_a_row_is_what_it_is_alone_and_a_fork_decodes_it_so(model):
+def test_a_row_is_what_it_is_alone(model):
     rows = prompts(30, 17, 17, 1)
     together = run_prefill(model, *pad_left(rows, CPU), query_window=WINDOW)
     assert together.cache.get_seq_length() == 30
-    logits = decode(model, together)
     for index, row in enumerate(rows):
         alone = run_prefill(model, *pad_left([row], CPU), query_window=WINDOW)
         assert together.next_token[index] == alone.next_token[0]
@@ -58,29 +58,32 @@ def test_a_row_is_what_it_is_alone_and_a_fork_decodes_it_so(model):
                 torch.testing.assert_close(states[index, :, 30 - len(row) :], expected[0])
         for states, expected in zip(together.queries, alone.queries, strict=True):
             torch.testing.assert_close(states[index, :, -min(len(row), WINDOW) :], expected[0])
-        torch.testing.assert_close(logits[index], decode(model, alone)[0], rtol=1e-4, atol=1e-4)
+
+
+def assert_rows_are_as_alone(decode, rows):
+    """Of rows [N], padded or alone, decode the logits of steps [steps, B, vocabulary]."""
+    together = decode(*pad_left(rows, CPU))
+    for index, row in enumerate(rows):
+        alone = decode(*pad_left([row], CPU))
+        torch.testing.assert_close(together[:, index], alone[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fork_decodes_every_row_as_it_would_alone(model):
+    def decode(input_ids, attention_mask):
+        prefill = run_prefill(model, input_ids, attention_mask)
+        tokens = (prefill.next_token, prefill.next_token + 1, prefill.next_token)
+        return feed(model, prefill.fork(), attention_mask, tokens)
+
+    assert_rows_are_as_alone(decode, prompts(30, 17, 17, 1))
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])
 def test_a_stock_models_row_is_what_it_is_alone(sliding_window, source_model):
-    folder, rows = source_model("mistral", vocab_size=320, sliding_window=sliding_window), prompts(30, 17, 1)
+    folder = source_model("mistral", vocab_size=320, sliding_window=sliding_window)
     stock = AutoModelForCausalLM.from_pretrained(folder).eval()
-    together = stock_logits(stock, *pad_left(rows, CPU))
-    for index, row in enumerate(rows):
-        alone = stock_logits(stock, *pad_left([row], CPU))
-        torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)
 
+    def decode(input_ids, attention_mask):
+        token, cache = prefill_stock(stock, input_ids, attention_mask)
+        return feed(stock, cache, attention_mask, [token])
 
-def stock_logits(model, input_ids, attention_mask):
-    """The logits of the step after the prompts [B, vocabulary], the greedy tokens among them."""
-    token, cache = prefill_stock(model, input_ids, attention_mask)
-    return decode_token(model, cache, token, attention_mask)[0]
-
-
-def decode(model, prefill):
-    """The logits of three steps on a fork [B, 3, vocabulary]."""
-    cache, attention_mask, steps = prefill.fork(), prefill.attention_mask, []
-    for token in (prefill.next_token, prefill.next_token + 1, prefill.next_token):
-        logits, attention_mask = decode_token(model, cache, token, attention_mask)
-        steps.append(logits)
-    return torch.stack(steps, dim=1)
+    assert_rows_are_as_alone(decode, prompts(30, 17, 1))

@@ -27,7 +27,7 @@ def record(step, stage=1, **changes):
     return StepRecord(**{**values, **changes})
 
 
-def make_records(ratios=(0.7,), steps=(20, 6), gpu_bytes=2_500_000_000):
+def make_records(ratios=(0.7,), steps=(20, 6)):
     """Stage 1, then stage 2 for each ratio, whose loss tells which it is of; the first loss is rounding."""
     made = [
         record(step, mean_factor=1 / step, distillation=1 / step if step > 1 else 1e-13)
@@ -37,4 +37,4 @@ def make_records(ratios=(0.7,), steps=(20, 6), gpu_bytes=2_500_000_000):
         for step in range(len(made) + 1, len(made) + 1 + steps[1]):
             asked = {"pruning_ratio_asked": ratio, "pruning_ratio": ratio + 0.01}
             made.append(record(step, 2, mean_factor=1 / step, distillation=ratio / step, **asked))
-    return [replace(each, seconds=1.5, gpu_bytes=gpu_bytes) for each in made]
+    return [replace(each, seconds=1.5, gpu_bytes=2_500_000_000) for each in made]
