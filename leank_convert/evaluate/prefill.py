@@ -93,8 +93,7 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
         tokens.append(token)
         caches.append(cache)
     joined = DynamicCache()
-    for index in range(len(caches[0].layers)):
-        layers: list[Any] = [cache.layers[index] for cache in caches]
+    for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         keys, values = (
             _stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
         )

@@ -140,14 +140,11 @@ def _identify(request: EvaluationRequest, opponent: Path | None) -> dict[str, st
     def digest(folder: Path) -> str:
         return sha256_of(*(path for pattern in _DIGESTED for path in sorted(folder.glob(pattern))))[:16]
 
-    against = None if opponent is None else digest(opponent)
     if mask is None:
-        return {"checkpoint": digest(checkpoint), "against": against}
-    return {
-        "model": digest(resolve_model(checkpoint)),
-        "mask": sha256_of(resolve_mask(mask))[:16],
-        "against": against,
-    }
+        asked = {"checkpoint": digest(checkpoint)}
+    else:
+        asked = {"model": digest(resolve_model(checkpoint)), "mask": sha256_of(resolve_mask(mask))[:16]}
+    return {**asked, "against": None if opponent is None else digest(opponent)}
 
 
 def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpoint: Path) -> int:
