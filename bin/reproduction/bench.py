@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from bin.baselines import COMPARED, make_variants
 from bin.baselines.int4 import assign_chunks
@@ -225,9 +224,9 @@ class RoundedPrompt(Masked):
     rounded_to: str = "fp8"  # by scales of every prompt's channels, or `int4`
     keys: bool = True  # whether keys are rounded; else values are
 
-    def start(self, prefill: Prefill) -> tuple[Any, Cache]:
+    def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with rounded prompts."""
-        model, cache = cast(tuple[Any, Any], super().start(prefill))
+        model, cache = super().start(prefill)
         assert self.channel_masks is not None
         for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
             keys, values = layer.pending
@@ -257,7 +256,7 @@ class PrunedValues(Masked):
 
     def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
-        model, cache = cast(tuple[Any, Any], super().start(prefill))
+        model, cache = super().start(prefill)
         if (own := self.pruned_values) is not None and self.channel_masks is not None:
             assert own.value_widths is not None and own.value_basis is not None
             kept, head_dim = self.channel_masks.sum(-1).tolist(), self.channel_masks.shape[-1]

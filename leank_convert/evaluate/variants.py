@@ -81,7 +81,7 @@ class Masked:
     constants: Mapping[str, Tensor] | None = None
     prune_values: bool = True  # where the checkpoint does
 
-    def start(self, prefill: Prefill) -> tuple[Any, Cache]:
+    def start(self, prefill: Prefill) -> tuple[Any, Any]:
         """A fork of the prefill's cache with these channels."""
         cache = prefill.fork(self.windows)
         if self.kv_dtype is not None:
