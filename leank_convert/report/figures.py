@@ -232,10 +232,10 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
     for rows, colour, name in (*parts, (stages == 3, BLUE, "mean gate of V")):
         if rows.any():
             axes.plot(places[rows], means[rows], color=colour, label=name)
-    ratios = [(place, record.pruning_ratio) for place, record in zip(places, records, strict=True)]
-    reached = [(place, ratio) for place, ratio in ratios if ratio is not None]
-    if reached:
-        axes.plot(*zip(*reached, strict=True), color=GREEN, label="reached pruning ratio")
+    ratios = np.array([record.pruning_ratio for record in records], dtype=float)
+    reached = ~np.isnan(ratios)  # None but in stage 2
+    if reached.any():
+        axes.plot(places[reached], ratios[reached], color=GREEN, label="reached pruning ratio")
     asked = {ratio for record in records if (ratio := record.pruning_ratio_asked) is not None}
     for ratio in sorted(asked):
         label = "asked pruning ratio" if len(asked) == 1 else None
