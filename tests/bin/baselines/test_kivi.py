@@ -1,6 +1,7 @@
 """KIVI: numbers, groups and ages as published, and pruning before it or after it is the same bit for bit."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from bin.baselines.kivi import KiviLayer, round_in_groups
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
 LENGTHS = (380, 100)
+IN_WINDOW = partial(KiviLayer, in_window=True)
 NUM_STEPS = 6  # the longer row's K is rounded up to 256, and at the fourth step to 384
 
 
@@ -17,10 +19,6 @@ def first_layer(prefill, make_layer, masks=EVERY_CHANNEL, num_steps=NUM_STEPS):
     """The first layer's keys depend on its tokens alone, whatever a cache rounds."""
     _, cache = decode(prefill, Compared("compared", make_layer, masks), num_steps)
     return cache.layers[0]
-
-
-def in_window(prompts):
-    return KiviLayer(prompts, in_window=True)
 
 
 def round_slowly(group):
@@ -64,7 +62,7 @@ def test_pruning_then_quantising_is_quantising_then_pruning(dtype):
         assert torch.equal(round_in_groups(keys.mT)[:, kept], round_in_groups(keys[:, :, kept].mT))
 
 
-@pytest.mark.parametrize("make_layer", [KiviLayer, in_window])
+@pytest.mark.parametrize("make_layer", [KiviLayer, IN_WINDOW])
 def test_kept_channels_are_kivis_whatever_else_is_pruned(masks, prefill, make_layer):
     plain = first_layer(prefill, ComparedLayer)
     kivi, product = first_layer(prefill, KiviLayer), first_layer(prefill, make_layer, masks)
@@ -75,7 +73,7 @@ def test_kept_channels_are_kivis_whatever_else_is_pruned(masks, prefill, make_la
     assert torch.equal(product.values, torch.where(sees, kivi.values, other.values))
 
 
-@pytest.mark.parametrize(("make_layer", "window_bits"), [(KiviLayer, None), (in_window, 4.0)])
+@pytest.mark.parametrize(("make_layer", "window_bits"), [(KiviLayer, None), (IN_WINDOW, 4.0)])
 def test_bytes_count_codes_extremes_residuals_and_the_window(masks, prefill, make_layer, window_bits):
     layer = first_layer(prefill, make_layer, masks)
     expected = 0.0
