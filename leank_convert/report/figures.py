@@ -325,7 +325,7 @@ def _annotate(axes: Axes, text: str, place: Any, points: tuple[int, int], **styl
 
 def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
     """The median of `window` (odd) values around each; fewer at the ends."""
-    padded = np.pad(values, window // 2, constant_values=np.nan)
-    around = np.lib.stride_tricks.sliding_window_view(padded, window)
-    medians: np.ndarray[Any, Any] = np.nanmedian(around, axis=1)
-    return medians
+    half = window // 2
+    return np.array(
+        [np.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))], dtype=values.dtype
+    )
