@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from leank_convert.methods import STAGES
 from leank_convert.recipe import Recipe
@@ -48,27 +49,18 @@ class Schedule:
     """All phases of a recipe that have steps."""
 
     def __init__(self, recipe: Recipe) -> None:
-        heads, stage1, stage2 = recipe.heads, recipe.stage1, recipe.stage2
+        sections: dict[str, Any] = {"gates": recipe.heads, "stage1": recipe.stage1}
+        sections |= {"stage2": recipe.stage2, "values": recipe.values}
         phases: list[Phase] = []
-        stop = 0
-        if "gates" in recipe.trains:
-            phases.append(Phase(0, None, 0, heads.steps, 0, heads.learning_rate, heads.l1_weight))
-            stop = heads.steps
-        if "stage1" in recipe.trains:
-            phases.append(Phase(1, None, stop, stage1.steps, stop, stage1.learning_rate, stage1.l1_weight))
-            stop += stage1.steps
-        first_draw = stop
-        if "stage2" in recipe.trains:
-            for ratio in recipe.pruning_ratios:
-                phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
-                stop += stage2.steps
-            first_draw += stage2.steps
-        if "values" in recipe.trains:
-            values = recipe.values
-            for ratio in recipe.pruning_ratios:
-                rates = values.learning_rate, values.l1_weight
-                phases.append(Phase(3, ratio, stop, values.steps, first_draw, *rates))
-                stop += values.steps
+        stop = first_draw = 0
+        for stage, (part, section) in enumerate(sections.items()):
+            if part not in recipe.trains:
+                continue
+            rates = section.learning_rate, getattr(section, "l1_weight", 0.0)
+            for ratio in (None,) if stage < 2 else recipe.pruning_ratios:
+                phases.append(Phase(stage, ratio, stop, section.steps, first_draw, *rates))
+                stop += section.steps
+            first_draw += section.steps
         self.phases = tuple(phase for phase in phases if phase.steps)  # in the order they run
         self.num_steps = stop
         # How often masks are tried on validation contexts, where there are any.
