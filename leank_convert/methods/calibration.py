@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,21 +20,19 @@ from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
 
 
+@dataclass(frozen=True)
 class Calibration:
     """A model and the prompts of a recipe, the first of what training would take."""
 
-    def __init__(
-        self, files: ModelFiles, recipe: Recipe, device: torch.device, *, progress: bool = False
-    ) -> None:
-        self.recipe = recipe
-        self._files = files
-        self._device = device
-        self._progress = progress
+    files: ModelFiles  # the model before it is loaded
+    recipe: Recipe  # which prompts
+    device: torch.device  # where the model goes
+    progress: bool = False  # whether to draw progress bars
 
     @property
     def facts(self) -> ModelFacts:
         """The model's architecture; does not load it."""
-        return self._files.facts
+        return self.files.facts
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -43,34 +42,30 @@ class Calibration:
     @cached_property
     def loaded(self) -> LoadedModel:
         """The model, dense and frozen, with its tokenizer."""
-        return load_model(self._files, self.recipe, self._device)
+        return load_model(self.files, self.recipe, self.device)
 
     @cached_property
     def keys(self) -> KeyStatistics | None:
         """Statistics of keys on its first contexts, whose mean they are centred by; None if they are not."""
         if not self.recipe.key_mean:
             return None
-        num_contexts, offload = count_contexts(self.recipe), self.recipe.offload_context
-        return measure_keys(
-            self.loaded, self._samples, num_contexts, offload=offload, progress=self._progress
-        )
+        num_contexts = count_contexts(self.recipe)
+        return measure_keys(self.loaded, self._samples, num_contexts, progress=self.progress)
 
     @cached_property
     def values(self) -> ValueBasis | None:
         """The basis of V; None where V is left as it is."""
-        recipe = self.recipe
-        if not recipe.value_pruning_ratio:
+        if not self.recipe.value_pruning_ratio:
             return None
-        windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-        offload = recipe.offload_context
-        return measure_values(self.loaded, self._samples, windows, offload=offload, progress=self._progress)
+        windows = Windows(self.recipe.windows.sink_size, self.recipe.windows.recent_size)
+        return measure_values(self.loaded, self._samples, windows, progress=self.progress)
 
     def prompts(self) -> Iterator[Tensor]:
         """Token ids [N] of each prompt: context and question, through the model's chat template."""
         samples = self._samples
         num_prompts = self.recipe.method_row.num_prompts
         total = self.recipe.calibration_prompts if num_prompts is None else num_prompts
-        with progress_bar(self._progress, "measuring prompts", total) as advance:
+        with progress_bar(self.progress, "measuring prompts", total) as advance:
             for place in range(total):
                 yield samples.draw(place).prompt_ids()
                 advance()

@@ -104,12 +104,11 @@ def measure_cache(
     samples = SampleSource(tokenizer, chosen.data, chosen.seed)
     samples.check()  # before weights are loaded
     loaded = load_model(files, chosen, choose_device(device))
-    offload = chosen.offload_context
     values = None
     if value_windows is not None:
-        values = measure_values(loaded, samples, value_windows, offload=offload)
+        values = measure_values(loaded, samples, value_windows)
         value_basis = values.directions
     statistics = None
     if keys:
-        statistics = measure_keys(loaded, samples, NUM_CONTEXTS, offload=offload, value_basis=value_basis)
+        statistics = measure_keys(loaded, samples, NUM_CONTEXTS, value_basis=value_basis)
     return MeasuredCache(statistics, values, tuple(chosen.data.tasks), chosen.seed)

@@ -58,7 +58,6 @@ def measure_keys(
     num_contexts: int,
     *,
     ranks: Ranks | None = None,
-    offload: bool = False,
     value_basis: Tensor | None = None,
     progress: bool = False,
 ) -> KeyStatistics:
@@ -83,7 +82,8 @@ def measure_keys(
             f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
             "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
         ):
-            context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
+            room = StoredContext(len(input_ids), loaded.offload_context)
+            context = run_context_pass(loaded.model, input_ids, room)
             for place, layer in enumerate(loaded.facts.layers):
                 keys, values = (kept[0] for kept in context.load(layer))
                 compute = torch.promote_types(keys.dtype, torch.float32)

@@ -51,6 +51,7 @@ class LoadedModel(ModelFiles):
     model: PreTrainedModel  # frozen, in eval mode, with training's attention
     tokenizer: PreTrainedTokenizerBase  # its tokenizer
     weights_digest: str  # tells its weights from others of the same shapes
+    offload_context: bool  # whether contexts' keys and values wait in host memory
 
 
 def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
@@ -143,6 +144,7 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
         model=model,
         tokenizer=load_tokenizer(folder, files.name),
         weights_digest=digest_files(folder / shard for shard in files.checkpoint.shards),
+        offload_context=recipe.offload_context,
     )
 
 

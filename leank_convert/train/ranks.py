@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -101,13 +102,8 @@ class Ranks:
             LeanKError: As `check`, what stopped the work of a rank, before more of it is begun.
         """
         for start in range(0, count, self.num_ranks):
-            failure = None
-            try:
-                if start + self.rank < count:
-                    work(start + self.rank)
-            except LeanKError as error:
-                failure = error
-            self.check(failure)
+            own = start + self.rank
+            self.on_all(partial(work, own) if own < count else lambda: None)
             advance(min(self.num_ranks, count - start))
 
     def check(self, error: LeanKError | None) -> None:

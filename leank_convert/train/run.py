@@ -104,14 +104,8 @@ class Run:
         """Measure the mean of keys, if it is asked for and not known yet; raises as `measure_keys`."""
         if not self.recipe.key_mean or self._state.key_mean is not None or self._given is not None:
             return
-        measured = measure_keys(
-            self.loaded,
-            samples,
-            count_contexts(self.recipe),
-            ranks=self.ranks,
-            offload=self.recipe.offload_context,
-            progress=progress,
-        )
+        num_contexts = count_contexts(self.recipe)
+        measured = measure_keys(self.loaded, samples, num_contexts, ranks=self.ranks, progress=progress)
         self._take_key_mean(measured.mean, measured.num_tokens)
         if self.ranks.is_first:
             _logger.info("keys are centred: their mean was measured on %d tokens", measured.num_tokens)
@@ -120,14 +114,7 @@ class Run:
         """Measure the basis of V, if V is pruned and it is not known yet; raises as the function."""
         if not self.recipe.value_pruning_ratio or self._state.values is not None:
             return
-        measured = measure_values(
-            self.loaded,
-            samples,
-            self._windows,
-            ranks=self.ranks,
-            offload=self.recipe.offload_context,
-            progress=progress,
-        )
+        measured = measure_values(self.loaded, samples, self._windows, ranks=self.ranks, progress=progress)
         self._state.values = dict(vars(measured))
 
     def restore(self, state: TrainingState, path: Path) -> None:
@@ -182,7 +169,7 @@ class Run:
         learning_rate = phase.learning_rate(self.step)
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.zero_grad()
-        tasks, sums, gradients = self._accumulate(samples, phase)
+        tasks, sums, gradients = self.ranks.on_all(lambda: self._accumulate(samples, phase))
         distillation, num_tokens, num_answers = self.ranks.totals(sums)
         # Added up in the order of samples, so that however many ranks there are, the bits are the same.
         self._factors.grad = self.ranks.in_turn(gradients).sum(0)
@@ -305,17 +292,15 @@ class Run:
         return chosen
 
     def _begin(self, phase: Phase) -> None:
-        self._optimizer = self._new_optimizer()
-        if phase.pruning_ratio is None:
-            return
-        if self._state.stage1_factors is None:  # without a step of stage 1
-            self._state.stage1_factors = self._factors.detach().clone()
+        state = self._state
+        if phase.stage > 1 and state.stage1_factors is None:  # without a step of stage 1
+            state.stage1_factors = self._factors.detach().clone()
         if phase.stage == 3:
-            self._state.scaling_factors = ones(self.loaded.facts.mask_shape, self.ranks.device)
-            self._optimizer = self._new_optimizer()
-        else:
+            state.scaling_factors = ones(self.loaded.facts.mask_shape, self.ranks.device)
+        elif state.stage1_factors is not None:
             with torch.no_grad():
-                self._factors.copy_(self._state.stage1_factors)
+                self._factors.copy_(state.stage1_factors)
+        self._optimizer = self._new_optimizer()
         self._channel_mask = self._channels_of(phase)
         if phase.stage == 2:
             self._compare(phase)
@@ -374,28 +359,25 @@ class Run:
         """The tasks of this rank's samples, its share of the sums, each one's gradient [N, L, H_kv, D].
 
         The sums are the loss, the tokens and the answer tokens of the step.
+
+        Raises:
+            LeanKError: If a sample cannot be drawn, memory does not suffice, or a number is not finite.
         """
         batch_size = self.recipe.batch_size
         tasks, gradients, loss, num_tokens, num_answers = [], [], 0.0, 0, 0
-        failure: LeanKError | None = None
         # Contexts of a comparison would take the place of one that has run ahead.
         may_compare = self.recipe.stage2.validation_contexts and phase.ends_tenth(self.step + 1)
         for _ in range(self.ranks.rank, batch_size, self.ranks.num_ranks):
-            try:
-                sample = next(samples)
-                tasks.append(sample.task)
-                num_tokens += sample.num_tokens
-                num_answers += sample.num_answer_tokens
-                with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
-                    share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
-                if not may_compare and (coming := samples.peek()) is not None:
-                    self.gradients.run_ahead(coming)
-                gradients.append(self._take_gradient(share, sample))
-            except LeanKError as error:  # also: no text of this length
-                failure = error
-                break
+            sample = next(samples)
+            tasks.append(sample.task)
+            num_tokens += sample.num_tokens
+            num_answers += sample.num_answer_tokens
+            with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
+                share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
+            if not may_compare and (coming := samples.peek()) is not None:
+                self.gradients.run_ahead(coming)
+            gradients.append(self._take_gradient(share, sample))
             loss += share.item() / batch_size
-        self.ranks.check(failure)
         return tasks, (loss, num_tokens, num_answers), torch.stack(gradients)
 
     def _student(self, phase: Phase) -> Student:

@@ -89,7 +89,6 @@ def measure_values(
     windows: Windows,
     *,
     ranks: Ranks | None = None,
-    offload: bool = False,
     progress: bool = False,
 ) -> ValueBasis:
     """Measure a basis of V by dense passes over the first prompts of a recipe's tasks, and over plain text.
@@ -112,7 +111,7 @@ def measure_values(
             input_ids = samples.draw_text(place)
         else:
             input_ids = samples.draw(place // 2 if samples.has_text else place).prompt_ids()
-        _add_moments(sums, loaded, input_ids, windows, offload)
+        _add_moments(sums, loaded, input_ids, windows)
         num_tokens += len(input_ids)
 
     with progress_bar(progress and ranks.is_first, "measuring values", NUM_CONTEXTS) as advance:
@@ -135,9 +134,7 @@ def measure_values(
     )
 
 
-def _add_moments(
-    sums: Tensor, loaded: LoadedModel, input_ids: Tensor, windows: Windows, offload: bool
-) -> None:
+def _add_moments(sums: Tensor, loaded: LoadedModel, input_ids: Tensor, windows: Windows) -> None:
     """Run a context [N] and add o oT of its last queries to sums, float64 [L, H_kv, D, D] on the CPU."""
 
     def observe(place: int, query: Tensor, stored: Pair, scaling: float, sinks: Tensor | None) -> None:
@@ -156,7 +153,8 @@ def _add_moments(
         f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
         "lower `data.max_length`, or leave V as it is: a `value_pruning_ratio` of 0",
     ):
-        run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload), observe)
+        room = StoredContext(len(input_ids), loaded.offload_context)
+        run_context_pass(loaded.model, input_ids, room, observe)
     if not bool(sums.isfinite().all()):
         raise NotFiniteError(
             f"attention's outputs in model `{loaded.name}` are not finite on a context of {len(input_ids)} "

@@ -16,8 +16,8 @@ from tests.leank_convert.train.conftest import stock_cache
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_it_is_measured_over_all_tokens_of_the_first_contexts(load, offload):
-    loaded, samples = load()
-    found = measure_keys(loaded, samples, 3, offload=offload)
+    loaded, samples = load(offload_context=offload)
+    found = measure_keys(loaded, samples, 3)
     contexts = [samples.draw(place).prefix_ids for place in range(3)]
     parts = zip(*(stock_cache(loaded, ids) for ids in contexts), strict=True)
     keys, values = (torch.cat(part, dim=2) for part in parts)

@@ -57,8 +57,9 @@ def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
     monkeypatch.setattr(value_basis, "_QUERIES_AT_ONCE", 8)
     monkeypatch.setattr(value_basis, "NUM_CONTEXTS", 2)
     monkeypatch.setattr("leank_convert.train.passes.BLOCK_SIZE", 90)  # the last block is of fewer
-    loaded, samples = load(*([] if family == "llama" else [speaking_folder(family)]))
-    found = measure_values(loaded, samples, WINDOWS, offload=offload)
+    models = [] if family == "llama" else [speaking_folder(family)]
+    loaded, samples = load(*models, offload_context=offload)
+    found = measure_values(loaded, samples, WINDOWS)
     contexts = [samples.draw(place).prompt_ids() for place in range(2)]
     expected = naive_moments(loaded, contexts, 21)
     basis = found.directions.double()
