@@ -6,7 +6,7 @@ D head_dim. Channels i and i + D/2 are one RoPE pair in most families, whose fre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from leank_convert.errors import NotFiniteError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train.centring import centre_keys
-from leank_convert.train.fusion import uncompiled
 from leank_convert.train.windowed import causal_attention
 
 MEASURING_ATTENTION_NAME = "leank_measure"
@@ -42,26 +41,8 @@ class AttentionStatistics:
     product_magnitudes: Tensor
 
 
-class _Measurement:
-    """Statistics of each layer that has run; of keys less their mean if it is given."""
-
-    def __init__(self, key_mean: Tensor | None) -> None:
-        self._key_mean = key_mean
-        self.layers: list[AttentionStatistics] = []
-
-    def add(self, query: Tensor, key: Tensor, high: Tensor) -> None:
-        """Measure a layer by its queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D]."""
-        if self._key_mean is not None:
-            key = centre_keys(key, self._key_mean[len(self.layers)])
-        # By KV head: the products of a long prompt, in float32, are the largest thing there is.
-        grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
-        high = high.to(key.device)
-        measured = [
-            _measure_head(queries, keys.float(), high) for queries, keys in zip(grouped, key, strict=True)
-        ]
-        self.layers.append(
-            AttentionStatistics(*(torch.stack(found).cpu() for found in zip(*measured, strict=True)))
-        )
+# Takes a layer's queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D].
+_Measure = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
@@ -74,11 +55,21 @@ def measure_attention(
     model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
 ) -> AttentionStatistics:
     """Measure a dense pass over a prompt [N], keys less a mean [L, H_kv, D]; may raise NotFiniteError."""
-    measurement = _Measurement(key_mean)
+    layers: list[AttentionStatistics] = []
+
+    def measure(query: Tensor, key: Tensor, high: Tensor) -> None:
+        if key_mean is not None:
+            key = centre_keys(key, key_mean[len(layers)])
+        # By KV head: the products of a long prompt, in float32, are the largest thing there is.
+        grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
+        high = high.to(key.device)
+        heads = [_measure_head(*head, high) for head in zip(grouped, key, strict=True)]
+        layers.append(AttentionStatistics(*(found.cpu() for found in _stack(heads))))
+
     device = next(model.parameters()).device
-    with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
-        model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measurement=measurement)
-    statistics = AttentionStatistics(*_stack(measurement.layers))
+    with attention_of(model, MEASURING_ATTENTION_NAME), torch.compiler.set_stance("force_eager"):
+        model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measure=measure)
+    statistics = AttentionStatistics(*_stack(layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):
             raise NotFiniteError(f"`{name}` of a prompt of {len(input_ids)} tokens is not finite")
@@ -115,8 +106,9 @@ def _fast_channels(module: Any, head_dim: int) -> Tensor:
     )
 
 
-def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> AttentionStatistics:
     """Norm ratios [D], high-frequency ratio and product magnitudes [D] of queries [G, N, D], keys [N, D]."""
+    keys = keys.float()
     window = queries[:, -OBSERVATION_WINDOW:].float()
     # The outer product of two vectors has the product of their norms.
     channels = torch.linalg.vector_norm(window, dim=1) * torch.linalg.vector_norm(keys, dim=0)
@@ -127,7 +119,7 @@ def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> tuple[Tensor, 
     ratio = torch.linalg.vector_norm(high_logits) / torch.linalg.vector_norm(logits[:, -1])
 
     products = torch.stack([(query.float() * keys).abs().mean(0) for query in queries])
-    return norms.mean(0), ratio, products.mean(0)
+    return AttentionStatistics(norms.mean(0), ratio, products.mean(0))
 
 
 def _measuring_attention(
@@ -138,16 +130,16 @@ def _measuring_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    leank_measurement: _Measurement | None = None,
+    leank_measure: _Measure | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's dense attention, which leaves statistics if it is full; transformers' signature."""
-    if leank_measurement is None or scaling is None or attention_mask is not None:
-        raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measurement` and takes no mask")
+    if leank_measure is None or scaling is None or attention_mask is not None:
+        raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measure` and takes no mask")
     if sliding_window is None:
-        leank_measurement.add(query[0], key[0], _fast_channels(module, key.shape[-1]))
+        leank_measure(query[0], key[0], _fast_channels(module, key.shape[-1]))
     return causal_attention(module, query, key, value, scaling, sliding_window, s_aux), None
 
 

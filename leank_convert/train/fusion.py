@@ -8,7 +8,6 @@ are a few hundred tokens.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,9 +35,3 @@ def fuse_layers(model: PreTrainedModel) -> None:
             # as many operations as a context has chunks, or kernels already.
             if name != "linear_attn" and not hasattr(part, "experts"):
                 part.compile(dynamic=True)
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run layers as they are written within this context."""
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -12,11 +12,10 @@ from transformers import __version__ as transformers_version
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
 from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Observer, Student
-from leank_convert.train.fusion import uncompiled
 from leank_convert.train.linear import carry_states, linear_layers
 from leank_convert.train.packing import PackedSample, plan_rows
 from leank_convert.train.scaling import distillation_loss
-from leank_convert.train.split_attention import StoredContext, plan_regions, plan_window_regions
+from leank_convert.train.split_attention import StoredContext, plan_regions
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.
@@ -109,11 +108,11 @@ def _follow(
         context,
         packed.sizes.questions,
         plan_regions(packed, num_tokens, None if student is None else student.windows, device),
-        None if window is None else plan_window_regions(packed, num_tokens, window, device),
+        None if window is None else plan_regions(packed, num_tokens, None, device, window),
         plan_rows(packed, num_tokens) if linear_layers(model) else None,
         student,
     )
-    with uncompiled():
+    with torch.compiler.set_stance("force_eager"):  # layers as they are written, where some are compiled
         return _run(model, packed.input_ids[-num_tokens:], packed.positions[-num_tokens:], following)
 
 

@@ -130,14 +130,19 @@ class Regions:
 
 
 def plan_regions(
-    packed: PackedSample, num_queries: int, windows: Windows | None, device: torch.device
+    packed: PackedSample,
+    num_queries: int,
+    windows: Windows | None,
+    device: torch.device,
+    sliding_window: int | None = None,
 ) -> Regions:
     """Find out how the last tokens of some packed questions see everything.
 
     A query at position p sees the context and its own question's tokens up to p, with every channel where
     j < sink_size or j >= p - recent_size. Of a padded sample, the border of the middle lies where it is right
     for the shortest context of its size. The queries are the last N of the tokens that follow the context;
-    without windows attention is dense.
+    without windows attention is dense. In layers with a `sliding_window`, which have no windows, a query sees
+    so many tokens, itself among them.
     """
     num_context, num_real = packed.sizes.context, packed.num_real
     start, stop = 0, packed.sizes.least_context
@@ -145,6 +150,8 @@ def plan_regions(
         first = stop if num_real is not None else int(packed.positions[-num_queries:].min())
         start = min(windows.sink_size, num_context)
         stop = min(max(first - windows.recent_size, start), num_context)
+    if sliding_window is not None:
+        stop = max(stop - sliding_window + 1, 0)
     key_positions, key_owners = (t.to(device, non_blocking=True) for t in (packed.positions, packed.owners))
     positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
     context = torch.cat([torch.arange(start, device=device), torch.arange(stop, num_context, device=device)])
@@ -153,23 +160,12 @@ def plan_regions(
     if num_real is not None:
         real = context < num_real.to(device)
     seen = torch.cat([real.expand(num_queries, -1), own], dim=1)
+    j = torch.cat([context, key_positions])
+    if sliding_window is not None:
+        return Regions(0, 0, seen & (j > positions - sliding_window), None, stop)
     if windows is None:
         return Regions(start, stop, seen, None)
-    j = torch.cat([context, key_positions])
     return Regions(start, stop, seen, (j < windows.sink_size) | (j >= positions - windows.recent_size))
-
-
-def plan_window_regions(packed: PackedSample, num_queries: int, window: int, device: torch.device) -> Regions:
-    """As `plan_regions`, in layers where a query sees the last `window` tokens, itself among them."""
-    first = max(packed.sizes.least_context - window + 1, 0)
-    key_positions, key_owners = (t.to(device, non_blocking=True) for t in (packed.positions, packed.owners))
-    positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
-    context = torch.arange(first, packed.sizes.context, device=device)
-    seen = context > positions - window
-    if packed.num_real is not None:
-        seen = seen & (context < packed.num_real.to(device))
-    own = (key_owners == owners) & (key_positions <= positions) & (key_positions > positions - window)
-    return Regions(0, 0, torch.cat([seen, own], dim=1), None, first)
 
 
 def split_attention(
