@@ -20,8 +20,6 @@ from leank_convert.recipe_problems import describe, refuse
 if TYPE_CHECKING:
     import torch
 
-    from leank_convert.mask import ChannelMask
-
 
 def choose_recipe(
     recipe: Recipe | str | Path | None,
@@ -61,7 +59,8 @@ def _take_from_mask(recipe: Recipe, given: Set[str]) -> Recipe:
     assert recipe.mask is not None
     mask = load_mask(resolve_mask(recipe.mask))
     known = mask.provenance
-    own = {"pruning_ratio": _ratio_of(mask)}
+    asked = None if known is None else known.pruning_ratio_asked  # an imported mask reaches some ratio
+    own = {"pruning_ratio": round(mask.pruning_ratio, 4) if asked is None else asked}
     if known is not None:
         own |= {f"windows.{name}": getattr(known, name) for name in type(recipe.windows).model_fields}
     if clash := sorted({key for key in own if key in given or key.partition(".")[0] in given}):
@@ -79,9 +78,3 @@ def _take_from_mask(recipe: Recipe, given: Set[str]) -> Recipe:
         raise refuse(f"with mask {recipe.mask}", [*describe(error, {})]) from error
     found.remember_text(found.to_yaml(), recipe.derivation)
     return found
-
-
-def _ratio_of(mask: ChannelMask) -> float:
-    """The ratio that a mask was asked for, or that an imported one reaches."""
-    asked = None if mask.provenance is None else mask.provenance.pruning_ratio_asked
-    return round(mask.pruning_ratio, 4) if asked is None else asked

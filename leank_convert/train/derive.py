@@ -59,9 +59,10 @@ def derive_recipe(
     chosen = choose_device(device)
     given = parse_recipe(name, _BLANK, overrides, flags=flags, training=True)  # before a model is fetched
     files = open_model(model, given.model)
-    if files.positions < _LEAST_POSITIONS:
+    positions = files.facts.max_position_embeddings
+    if positions < _LEAST_POSITIONS:
         raise LeanKError(
-            f"model `{files.name}` has {files.positions} positions (`max_position_embeddings`): too few to "
+            f"model `{files.name}` has {positions} positions (`max_position_embeddings`): too few to "
             "derive a recipe from",
             hint="write one, with windows that leave something to prune, and name it with `--recipe FILE`",
         )
@@ -79,7 +80,7 @@ def derive_recipe(
 
 def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]]:
     """What would be best, then what needs less and less memory."""
-    positions, head_dim = files.positions, files.facts.head_dim
+    positions, head_dim = files.facts.max_position_embeddings, files.facts.head_dim
     windows = derive_windows(positions)
     if positions >= 131072:
         shortest, longest = 16384, 98304  # the paper's, for Llama-3.1-8B
@@ -132,7 +133,7 @@ def _write(files: ModelFiles, document: Mapping[str, Any], device: torch.device,
     opening = (
         f"{cut(files.name)}, which has no packaged recipe. NOT EVALUATED on this model.",
         "",
-        f"  from   {facts.model_type}: {shape}, {files.positions} positions",
+        f"  from   {facts.model_type}: {shape}, {facts.max_position_embeddings} positions",
         f"  for    {where}",
         "  rules  windows and lengths from the positions, width_multiple from the channels, lengths and",
         f"         offload_context from the memory; the schedule {origin}",

@@ -38,11 +38,6 @@ class ModelFiles:
     facts: ModelFacts  # its architecture, overrides applied
     config: Mapping[str, Any]  # its config.json, overrides applied
 
-    @property
-    def positions(self) -> int:
-        """Tokens of the longest sequence that it is made for."""
-        return self.facts.max_position_embeddings
-
 
 @dataclass(frozen=True)
 class LoadedModel(ModelFiles):
@@ -62,9 +57,10 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
             its positions.
     """
     files = open_model(model, recipe.model)
-    if recipe.data.max_length > files.positions:
+    positions = files.facts.max_position_embeddings
+    if recipe.data.max_length > positions:
         raise LeanKError(
-            f"`data.max_length` {recipe.data.max_length} exceeds the {files.positions} positions of model "
+            f"`data.max_length` {recipe.data.max_length} exceeds the {positions} positions of model "
             f"`{files.name}` (`max_position_embeddings`)",
             hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` "
             "and `rope_parameters`)",
