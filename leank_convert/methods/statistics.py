@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from leank_convert.errors import NotFiniteError
 from leank_convert.families import ARCHITECTURES
-from leank_convert.train.centring import centre_keys
+from leank_convert.train.attention import centre_keys
 from leank_convert.train.windowed import causal_attention
 
 MEASURING_ATTENTION_NAME = "leank_measure"

@@ -22,7 +22,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from leank_convert.train.centring import centre_keys, lower_sinks
 from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
 from leank_convert.train.split_attention import Pair, Regions, StoredContext, split_attention
@@ -64,6 +63,25 @@ class Student:
 # What looks on at a block's attention in layers with full attention: the layer's place among them, queries
 # [1, H, N, D], all keys and values so far [1, H_kv, S, D], the softmax scale, logits of sinks [H] or None.
 Observer = Callable[[int, Tensor, Pair, float, Tensor | None], None]
+
+
+# Softmax does not see what is added to all keys alike: q·(k - c) differs from q·k by one number per query.
+# So the mean comes off every cached key before it is stored, and a dropped channel counts as its mean, not as
+# zero. A sink's logit stands in the softmax beside the keys' and has to fall by that number, too.
+
+
+def centre_keys(key: Tensor, key_mean: Tensor) -> Tensor:
+    """Keys after RoPE [..., H_kv, N, D] less their mean [H_kv, D], rounded once, as they are stored."""
+    return (key - key_mean.to(key.device, torch.float32)[:, None]).to(key.dtype)
+
+
+def _lower_sinks(sinks: Tensor, query: Tensor, key_mean: Tensor, scaling: float) -> Tensor:
+    """Logits of sinks [H] beside keys less their mean [H_kv, D], which depend on the query: [1, H, N]."""
+    compute = torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // len(key_mean)
+    of_heads = key_mean.to(query.device, compute)[:, None].expand(-1, groups, -1).flatten(0, 1)
+    left_out: Tensor = (query.to(compute) @ of_heads[..., None])[..., 0]
+    return sinks.to(compute)[:, None] - scaling * left_out
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,7 @@ def training_attention(
         key_mean = context.key_mean[_place(module)]
         key = centre_keys(key, key_mean)
         if s_aux is not None:
-            s_aux = lower_sinks(s_aux, query, key_mean, scaling)
+            s_aux = _lower_sinks(s_aux, query, key_mean, scaling)
     if isinstance(leank_pass, ContextPass):
         context.store(layer, key, value)
         if leank_pass.observe is not None and sliding_window is None:

@@ -21,7 +21,6 @@ from leank_convert.train.log import LOG_NAME, TrainingLog, read_log
 from leank_convert.train.model import find_trainable, load_model
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
-from leank_convert.train.scaling import count_largest
 from leank_convert.train.state import (
     TrainingDirectory,
     TrainingState,
@@ -61,8 +60,7 @@ def train(
     run, samples = ranks.on_all(set_up)
     if not run.is_done:
         ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
-    run.centre_keys(samples, progress=progress)
-    run.measure_values(samples, progress=progress)
+    run.measure(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
     return run
 
@@ -207,7 +205,7 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
         weight = recipe.stage1.l1_weight
         chosen.append((mask.scaling_factors, kept, "channels", "factor", "stage1", weight))
     for learned, number, what, name, section, weight in chosen:
-        if (tied := count_largest(learned)) > number:
+        if (tied := int((learned == learned.max()).sum())) > number:
             apart = f"`{section}.l1_weight` {'above' if learned.max() > 0 else 'below'} {weight:g}"
             _logger.warning(
                 "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their "

@@ -84,25 +84,22 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
 
     The final-norm hidden states of all these tokens [T, hidden_size] have the teacher's at those of answers.
     """
-    return _follow(model, context, packed, len(packed.input_ids), None)
+    return _follow(model, context, packed, None)
 
 
 def run_answer_pass(
     model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
 ) -> Tensor:
     """Run a student's answers alone, with gradient: final-norm hidden states [R, hidden_size]."""
-    return _follow(model, context, packed, packed.sizes.answers, student)
+    return _follow(model, context, packed, student)
 
 
 def _follow(
-    model: PreTrainedModel,
-    context: StoredContext,
-    packed: PackedSample,
-    num_tokens: int,
-    student: Student | None,
+    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student | None
 ) -> Tensor:
-    """Run the last tokens that follow a context: hidden states [N, hidden_size]."""
+    """Run what follows a context, of a student the answers alone: hidden states [N, hidden_size]."""
     device = _device(model)
+    num_tokens = len(packed.input_ids) if student is None else packed.sizes.answers
     window = getattr(model.config, "sliding_window", None)
     following = FollowingPass(
         context,

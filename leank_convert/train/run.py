@@ -100,22 +100,22 @@ class Run:
             return None
         return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
 
-    def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
-        """Measure the mean of keys, if it is asked for and not known yet; raises as `measure_keys`."""
-        if not self.recipe.key_mean or self._state.key_mean is not None or self._given is not None:
-            return
-        num_contexts = count_contexts(self.recipe)
-        measured = measure_keys(self.loaded, samples, num_contexts, ranks=self.ranks, progress=progress)
-        self._take_key_mean(measured.mean, measured.num_tokens)
-        if self.ranks.is_first:
-            _logger.info("keys are centred: their mean was measured on %d tokens", measured.num_tokens)
+    def measure(self, samples: SampleSource, *, progress: bool) -> None:
+        """Measure the mean of keys and the basis of V, each if it is asked for and not known yet.
 
-    def measure_values(self, samples: SampleSource, *, progress: bool) -> None:
-        """Measure the basis of V, if V is pruned and it is not known yet; raises as the function."""
-        if not self.recipe.value_pruning_ratio or self._state.values is not None:
-            return
-        measured = measure_values(self.loaded, samples, self._windows, ranks=self.ranks, progress=progress)
-        self._state.values = dict(vars(measured))
+        Raises as `measure_keys` and `measure_values`.
+        """
+        recipe, state = self.recipe, self._state
+        if recipe.key_mean and state.key_mean is None and self._given is None:
+            number = count_contexts(recipe)
+            keys = measure_keys(self.loaded, samples, number, ranks=self.ranks, progress=progress)
+            self._take_key_mean(keys.mean, keys.num_tokens)
+            if self.ranks.is_first:
+                _logger.info("keys are centred: their mean was measured on %d tokens", keys.num_tokens)
+        if recipe.value_pruning_ratio and state.values is None:
+            windows = self._windows
+            basis = measure_values(self.loaded, samples, windows, ranks=self.ranks, progress=progress)
+            state.values = dict(vars(basis))
 
     def restore(self, state: TrainingState, path: Path) -> None:
         """Go on from a saved state; LeanKError if it is another run's, or has other gates."""

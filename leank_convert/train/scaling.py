@@ -64,8 +64,3 @@ def learning_rate_factor(step: int, num_steps: int) -> float:
     """
     ramp = num_steps / 5
     return max(0.1, min(1.0, (step + 1) / ramp, (num_steps - step) / ramp))
-
-
-def count_largest(values: Tensor) -> int:
-    """How many share the largest value; which of them are kept is left to their order."""
-    return int((values == values.max()).sum())
