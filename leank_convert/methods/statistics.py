@@ -6,21 +6,18 @@ D head_dim. Channels i and i + D/2 are one RoPE pair in most families, whose fre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from leank_convert.errors import NotFiniteError
 from leank_convert.families import ARCHITECTURES
-from leank_convert.train.attention import centre_keys
-from leank_convert.train.windowed import causal_attention
+from leank_convert.train.attention import MeasuringPass, centre_keys
 
-MEASURING_ATTENTION_NAME = "leank_measure"
 # Queries of the paper's observation window, "the last part of the input"; as many as ThinK takes.
 OBSERVATION_WINDOW = 32
 
@@ -41,10 +38,6 @@ class AttentionStatistics:
     product_magnitudes: Tensor
 
 
-# Takes a layer's queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D].
-_Measure = Callable[[Tensor, Tensor, Tensor], None]
-
-
 def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
     """Each statistic of several measurements, in the order of the fields."""
     return (torch.stack(found) for found in zip(*(vars(one).values() for one in measured), strict=True))
@@ -54,21 +47,24 @@ def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
 def measure_attention(
     model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
 ) -> AttentionStatistics:
-    """Measure a dense pass over a prompt [N], keys less a mean [L, H_kv, D]; may raise NotFiniteError."""
+    """Measure a dense pass over a prompt [N], keys less a mean [L, H_kv, D]; may raise NotFiniteError.
+
+    The model is loaded with `attention.ATTENTION_NAME`.
+    """
     layers: list[AttentionStatistics] = []
 
-    def measure(query: Tensor, key: Tensor, high: Tensor) -> None:
+    def measure(module: Any, query: Tensor, key: Tensor) -> None:
+        high = _fast_channels(module, key.shape[-1]).to(key.device)
         if key_mean is not None:
             key = centre_keys(key, key_mean[len(layers)])
         # By KV head: the products of a long prompt, in float32, are the largest thing there is.
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
-        high = high.to(key.device)
         heads = [_measure_head(*head, high) for head in zip(grouped, key, strict=True)]
         layers.append(AttentionStatistics(*(found.cpu() for found in _stack(heads))))
 
     device = next(model.parameters()).device
-    with attention_of(model, MEASURING_ATTENTION_NAME), torch.compiler.set_stance("force_eager"):
-        model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measure=measure)
+    with torch.compiler.set_stance("force_eager"):
+        model.base_model(input_ids[None].to(device), use_cache=False, leank_pass=MeasuringPass(measure))
     statistics = AttentionStatistics(*_stack(layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):
@@ -120,38 +116,3 @@ def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> AttentionStati
 
     products = torch.stack([(query.float() * keys).abs().mean(0) for query in queries])
     return AttentionStatistics(norms.mean(0), ratio, products.mean(0))
-
-
-def _measuring_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    leank_measure: _Measure | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """One layer's dense attention, which leaves statistics if it is full; transformers' signature."""
-    if leank_measure is None or scaling is None or attention_mask is not None:
-        raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measure` and takes no mask")
-    if sliding_window is None:
-        leank_measure(query[0], key[0], _fast_channels(module, key.shape[-1]))
-    return causal_attention(module, query, key, value, scaling, sliding_window, s_aux), None
-
-
-AttentionInterface.register(MEASURING_ATTENTION_NAME, _measuring_attention)
-
-
-@contextmanager
-def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let a model attend by another registered function within this context."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -93,6 +93,13 @@ class ContextPass:
 
 
 @dataclass(frozen=True)
+class MeasuringPass:
+    """A dense pass that keeps nothing and shows what layers with full attention attend with."""
+
+    measure: Callable[[Any, Tensor, Tensor], None]  # takes a module, its queries [H, N, D], keys [H_kv, N, D]
+
+
+@dataclass(frozen=True)
 class FollowingPass:
     """A pass over tokens that follow the context: questions and answers dense, or answers with gradient."""
 
@@ -113,7 +120,7 @@ def training_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    leank_pass: ContextPass | FollowingPass | None = None,
+    leank_pass: ContextPass | MeasuringPass | FollowingPass | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -130,6 +137,10 @@ def training_attention(
     """
     if leank_pass is None or scaling is None or attention_mask is not None:
         raise TypeError(f"attention `{ATTENTION_NAME}` needs `leank_pass` and `scaling`, and takes no mask")
+    if isinstance(leank_pass, MeasuringPass):
+        if sliding_window is None:
+            leank_pass.measure(module, query[0], key[0])
+        return causal_attention(module, query, key, value, scaling, sliding_window, s_aux), None
     layer: int = module.layer_idx
     context = leank_pass.context
     if context.key_mean is not None and sliding_window is None:

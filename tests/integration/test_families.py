@@ -24,6 +24,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from leank_convert.train.attention import ATTENTION_NAME
 from tests.checks import facts_of, failed
 from tests.tiny_families import FAMILIES, batch, some_families
 
@@ -135,7 +136,7 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
 def test_masks_beside_linear_layers_are_measured(example, load):
     checkpoint = example("qwen3_next")
     facts = facts_of(checkpoint.source)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.source, attn_implementation=ATTENTION_NAME).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
     recipe = Recipe(
         windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},

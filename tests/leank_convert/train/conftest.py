@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
-from leank_convert.methods.statistics import attention_of
+from leank_convert.train.attention import ATTENTION_NAME
 from tests.tiny_families import tiny_folder
 
 
@@ -119,10 +119,18 @@ def read_log():
     return read
 
 
+@contextmanager
+def stock_attention(model):
+    """Lets a model of training attend by transformers' own code within this context."""
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
 def stock_cache(loaded, input_ids):
     """Keys and values that transformers' own cache holds of a context, each [L, H_kv, N, D]."""
     cache = DynamicCache(config=loaded.model.config)
-    with torch.no_grad(), attention_of(loaded.model, "eager"):
+    with torch.no_grad(), stock_attention(loaded.model):
         loaded.model.base_model(input_ids=input_ids[None], cache=cache, use_cache=True)
     return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
 

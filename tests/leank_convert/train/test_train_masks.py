@@ -75,8 +75,7 @@ def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
     train_one, read_log, short_recipe, tmp_path
 ):
     recipe = short_recipe(stage1={"steps": 20, "learning_rate": 0.3, "l1_weight": 5.0})
-    mask = train_one(recipe, tmp_path)
-    factors = mask.scaling_factors
+    factors = train_one(recipe, tmp_path).scaling_factors
     assert factors.min() == 0
     assert factors.max() <= 1
     assert read_log(tmp_path)[19]["mean_factor"] < 0.5
@@ -127,10 +126,9 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
 
 
 def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, tmp_path):
-    recipe = short_recipe(model={"dtype": "bfloat16"})
-    mask = train_one(recipe, tmp_path)
-    assert mask.scaling_factors.dtype == torch.float32
-    assert (mask.scaling_factors != mask.scaling_factors.bfloat16()).any()
+    factors = train_one(short_recipe(model={"dtype": "bfloat16"}), tmp_path).scaling_factors
+    assert factors.dtype == torch.float32
+    assert (factors != factors.bfloat16()).any()
 
 
 def test_mask_of_a_checkpoint_is_left_to_the_export(

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
-from leank_convert.methods.statistics import attention_of
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, value_basis
 from leank_convert.train.attention import Student
@@ -23,7 +22,7 @@ from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
 from tests.checks import refusal
-from tests.leank_convert.train.conftest import stock_cache
+from tests.leank_convert.train.conftest import stock_attention, stock_cache
 
 WINDOWS = Windows(4, 16)
 
@@ -35,7 +34,7 @@ def naive_moments(loaded, contexts, num_queries):
     sums = torch.zeros(layers, heads, head_dim, head_dim, dtype=torch.float64)
     for ids in contexts:
         cache = DynamicCache(config=loaded.model.config)
-        with torch.no_grad(), attention_of(loaded.model, "eager"):
+        with torch.no_grad(), stock_attention(loaded.model):
             found = loaded.model.base_model(ids[None], cache=cache, output_attentions=True)
         for place, layer in enumerate(loaded.facts.layers):
             values = cache.layers[layer].values[0].double()
