@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import check_kv_dtype, read_settings
+from .configuration_leank import KV_DTYPES, read_settings
 from .constants_leank import Constants
 from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
@@ -18,7 +18,7 @@ from .layout_leank import cut_layers
 from .memory_leank import CacheMemory
 from .parts_leank import load_part
 from .rows_leank import RowState
-from .windows_leank import check_prune, check_size
+from .windows_leank import PRUNE_MODES, check_choice, check_size
 
 
 class LeanKCache(Cache):
@@ -49,11 +49,11 @@ class LeanKCache(Cache):
         value_bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
         settings = read_settings(config)
-        mode = settings.windows.prune if prune is None else check_prune(prune, "`prune`")
+        mode = settings.windows.prune if prune is None else check_choice(prune, PRUNE_MODES, "`prune`")
         self.rows = RowState(**settings.windows.sizes, prune=mode)
         self.graph = DecodeGraph(use_graphs)
         layouts = cut_layers(settings.widths, settings.value_widths, settings.head_dim)
-        kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
+        stored = settings.kv_dtype if kv_dtype is None else check_choice(kv_dtype, KV_DTYPES, "`kv_dtype`")
         given = [Constants()] * len(settings.widths) if constants is None else constants
         lacks_mean = settings.has_key_mean and any(own.key_mean is None for own in given)
         if lacks_mean or (settings.has_value_basis and value_bases is None):
@@ -64,7 +64,7 @@ class LeanKCache(Cache):
         bases = [None] * len(given) if value_bases is None else value_bases
         self.set_layers(
             [
-                LeanKLayer(layer_idx, mask, layout, self.rows, kv_dtype, own, basis)
+                LeanKLayer(layer_idx, mask, layout, self.rows, stored, own, basis)
                 for layer_idx, mask, layout, own, basis in zip(
                     settings.layers, settings.channel_masks, layouts, given, bases, strict=True
                 )
@@ -85,7 +85,7 @@ class LeanKCache(Cache):
 
     @prune.setter
     def prune(self, value: str) -> None:
-        if check_prune(value, "`prune`") != self.prune and self.get_seq_length():
+        if check_choice(value, PRUNE_MODES, "`prune`") != self.prune and self.get_seq_length():
             raise _too_late(f"prunes `{self.prune}`", value)
         self.rows.prune = value
 
@@ -96,7 +96,7 @@ class LeanKCache(Cache):
 
     @kv_dtype.setter
     def kv_dtype(self, value: str) -> None:
-        if check_kv_dtype(value, "`kv_dtype`") != self.kv_dtype and self.rows.is_split:
+        if check_choice(value, KV_DTYPES, "`kv_dtype`") != self.kv_dtype and self.rows.is_split:
             raise _too_late(f"stores `{self.kv_dtype}`", value)
         for layer in self.pruned_layers:
             layer.kv_dtype = value

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 # Checkpoints of other parts so have other config classes, by which transformers finds a model class again.
 from .parts_leank import CARRIED as CARRIED
-from .windows_leank import Windows, check_choice, check_prune, check_size
+from .windows_leank import PRUNE_MODES, Windows, check_choice, check_size
 
 FORMAT_VERSION = 1
 KV_DTYPES = ("auto", "fp8", "int4")
@@ -87,13 +87,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     num_heads = int(config.num_key_value_heads)
     stated = getattr(config, "head_dim", None)
     head_dim = int(config.hidden_size) // int(config.num_attention_heads) if stated is None else int(stated)
-    widths = _int_table(block["widths"], "widths", num_layers, num_heads)
-    for layer, row in enumerate(widths):
-        for head, width in enumerate(row):
-            if not 0 <= width <= head_dim:
-                raise ValueError(
-                    f"config.json: `leank.widths[{layer}][{head}]` is {width}, not in 0…{head_dim} (head_dim)"
-                )
+    most = [[head_dim] * num_heads] * num_layers
+    widths = _read_widths(block["widths"], "widths", most, "head_dim")
     channel_masks = _read_channel_masks(block["channel_masks"], widths, head_dim)
     for layer, row in enumerate(
         _int_table(block["head_permutation"], "head_permutation", num_layers, num_heads)
@@ -108,25 +103,25 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
             raise ValueError(f"config.json: `leank.{key}` is {cut(block[key])}, not true")
     if "value_basis" in block and "value_widths" not in block:
         raise ValueError("config.json: `leank.value_basis` is there, and no `leank.value_widths`")
+    value_widths = block.get("value_widths")
+    if value_widths is not None:
+        most = [[head_dim if width else 0 for width in row] for row in widths]
+        why = "head_dim, or 0 where a head keeps no channel of K"
+        value_widths = _read_widths(value_widths, "value_widths", most, why)
     for key in sizes:
         check_size(key, block[key], "config.json: `leank.")
-    prune = check_prune(block["prune"], "config.json: `leank.prune`")
+    prune = check_choice(block["prune"], PRUNE_MODES, "config.json: `leank.prune`")
     return LeanKSettings(
         layers=layers,
         widths=widths,
         channel_masks=channel_masks,
-        value_widths=_read_value_widths(block.get("value_widths"), widths, head_dim),
+        value_widths=value_widths,
         windows=Windows(**{key: block[key] for key in sizes}, prune=prune),
-        kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
+        kv_dtype=check_choice(block.get("kv_dtype", "auto"), KV_DTYPES, "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
         has_key_mean="key_mean" in block,
         has_value_basis="value_basis" in block,
     )
-
-
-def check_kv_dtype(value: object, origin: str) -> str:
-    """Return what keys and values are stored in, or raise a ValueError that names where it came from."""
-    return check_choice(value, KV_DTYPES, origin)
 
 
 def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tuple[tuple[int, ...], ...]:
@@ -141,6 +136,21 @@ def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tupl
                 f"{num_heads} KV heads"
             )
     return tuple(tuple(row) for row in value)
+
+
+def _read_widths(
+    value: object, key: str, most: Sequence[Sequence[int]], why: str
+) -> tuple[tuple[int, ...], ...]:
+    """Read how many channels every head keeps, at most so many `[L][H_kv]`."""
+    table = _int_table(value, key, len(most), len(most[0]))
+    for layer, row in enumerate(table):
+        for head, (width, bound) in enumerate(zip(row, most[layer], strict=True)):
+            if not 0 <= width <= bound:
+                raise ValueError(
+                    f"config.json: `leank.{key}[{layer}][{head}]` is {width}, not in 0…{bound} ({why}); "
+                    "export the checkpoint again"
+                )
+    return table
 
 
 def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim: int) -> torch.Tensor:
@@ -173,23 +183,6 @@ def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim
                 f"config.json: `leank.channel_masks[{layer}]` keeps channels beyond the {head_dim} of a head"
             )
     return masks
-
-
-def _read_value_widths(
-    value: object, widths: Sequence[Sequence[int]], head_dim: int
-) -> tuple[tuple[int, ...], ...] | None:
-    if value is None:
-        return None
-    table = _int_table(value, "value_widths", len(widths), len(widths[0]))
-    for layer, row in enumerate(table):
-        for head, width in enumerate(row):
-            most = head_dim if widths[layer][head] else 0
-            if not 0 <= width <= most:
-                raise ValueError(
-                    f"config.json: `leank.value_widths[{layer}][{head}]` is {width}, not in 0…{most}, as a "
-                    f"head that keeps {widths[layer][head]} channels of K has it; export the checkpoint again"
-                )
-    return table
 
 
 def _read_layers(value: object, config: PreTrainedConfig) -> tuple[int, ...]:

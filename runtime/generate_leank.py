@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from .cache_leank import LeanKCache
-from .configuration_leank import CACHE, check_kv_dtype
-from .windows_leank import check_prune
+from .configuration_leank import CACHE, KV_DTYPES
+from .windows_leank import PRUNE_MODES, check_choice
 
 # `dynamic_full` is what older releases of transformers ask of a drafting model.
 _OWN_CACHE = (None, "dynamic", "dynamic_full")
@@ -56,10 +56,10 @@ class GenerateMixin:
             )
         given = {"prune": prune, "kv_dtype": kv_dtype}
         defaults = {name: _first_given({}, configs, name) for name in given}
-        for name, check in (("prune", check_prune), ("kv_dtype", check_kv_dtype)):
+        for name, choices in (("prune", PRUNE_MODES), ("kv_dtype", KV_DTYPES)):
             for value in (given[name], defaults[name]):
                 if value is not None:
-                    check(value, f"`{name}`")
+                    check_choice(value, choices, f"`{name}`")
         if _first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         # transformers takes a cache or the name of one.

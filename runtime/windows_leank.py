@@ -23,7 +23,7 @@ class Windows:
         """Check all four."""
         for name, value in self.sizes.items():
             check_size(name, value)
-        check_prune(self.prune, "`prune`")
+        check_choice(self.prune, PRUNE_MODES, "`prune`")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -43,11 +43,6 @@ def check_choice(value: object, choices: tuple[str, ...], origin: str) -> str:
             f"{origin} is {reprlib.repr(value)}, not one of {', '.join(f'`{choice}`' for choice in choices)}"
         )
     return value
-
-
-def check_prune(value: object, origin: str) -> str:
-    """Return a prune mode, or raise a ValueError that names where it came from."""
-    return check_choice(value, PRUNE_MODES, origin)
 
 
 def check_size(name: str, value: object, origin: str = "`") -> None:
