@@ -24,7 +24,7 @@ from leank_convert.mask import ChannelMask, check_of_keys, load_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import MeasuredCache, measure_cache
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_choice import find_recipe
+from leank_convert.recipe_file import find_recipe
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
 from leank_convert.value_weights import check_measurable

@@ -64,7 +64,7 @@ def analyze(
     measured = None
     if model is not None:
         from leank_convert.analyze.measurement import measure
-        from leank_convert.recipe_choice import require_recipe
+        from leank_convert.recipe_file import require_recipe
 
         run = Path(artifact).expanduser()
         recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)

@@ -158,7 +158,7 @@ def check_choices(
             raise click.UsageError(f"--set {key} has no effect: this export reads {known} alone")
     recipe: Any = recipe_name
     if (recipe_name or overrides) and not measures:
-        from leank_convert.recipe_choice import require_recipe
+        from leank_convert.recipe_file import require_recipe
 
         recipe = require_recipe(recipe_name, model, run=out, overrides=overrides)  # before torch is imported
     return {**choices, "recipe": recipe, "overrides": overrides}
@@ -175,15 +175,12 @@ def check_text_model(model: str, refused: bool) -> None:
 
 def check_hub_options(base_model: str | None, repo_id: str | None, private: bool) -> None:
     """Refuse what the hub would refuse when everything else is done."""
-    if base_model is not None:
-        from leank_convert.hub import check_base_model
+    from leank_convert.hub import check_base_model, check_repo_id
 
-        check_base_model(base_model)
+    check_base_model(base_model)
     if private and repo_id is None:
         raise click.UsageError("--private goes with --push-to-hub")
     if repo_id is not None:
-        from leank_convert.hub import check_repo_id
-
         check_repo_id(repo_id)
 
 

@@ -16,7 +16,7 @@ from leank_convert.evaluate.names import WINDOW, check_names
 from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
 from leank_convert.recipe import DataSection, Recipe
-from leank_convert.recipe_choice import find_recipe, require_recipe
+from leank_convert.recipe_file import find_recipe, require_recipe
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from leank_convert.mask import (
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_choice import find_recipe, require_recipe
+from leank_convert.recipe_file import find_recipe, require_recipe
 from leank_convert.text_part import warn_of_images
 from leank_convert.value_weights import check_values_belong
 from leank_convert.windows import Windows

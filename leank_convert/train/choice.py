@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, cut
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_choice import find_recipe
+from leank_convert.recipe_file import find_recipe
 from leank_convert.recipe_problems import describe, refuse
 
 if TYPE_CHECKING:
