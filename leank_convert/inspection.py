@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,30 +45,21 @@ _HEAD_ORDERS = {
 }
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests that vLLM is to hold: bytes of its cache, and tokens of a request, prompt and answer.
-
-    The cache is of `kv_dtype`; None: as the checkpoint says, or of the model's dtype.
-    """
-
-    memory: int
-    tokens: int
-    kv_dtype: str | None = None
-
-
-def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
+def inspect_artifact(
+    path: str | Path, memory: int | None = None, tokens: int = 8192, kv_dtype: str | None = None
+) -> dict[str, Any]:
     """Describe a mask by file or name, a checkpoint, ONNX folder, training run or model: JSON-ready data.
 
-    A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own. With a `load` it is
-    told how many requests vLLM holds at once.
+    A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own. With `memory`, bytes
+    of vLLM's cache, it is told how many requests of so many `tokens`, prompt and answer, it holds at once;
+    it is of `kv_dtype`, None: as the checkpoint says, or of the model's dtype.
 
     Raises:
         LeanKError: If `path` is none of them.
     """
     facts = _inspect(path)
-    if load is not None:
-        facts["capacity"] = _describe_capacity(facts, load)
+    if memory is not None:
+        facts["capacity"] = _describe_capacity(facts, memory, tokens, kv_dtype)
     return facts
 
 
@@ -216,7 +207,9 @@ def _describe_widths(
     }
 
 
-def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
+def _describe_capacity(
+    facts: Mapping[str, Any], memory: int, tokens: int, kv_dtype: str | None
+) -> dict[str, Any]:
     # Imports torch, which masks and checkpoints were read with.
     from leank_convert.vllm.capacity import count_dense, count_pruned
     from leank_convert.vllm.pages import BLOCK_SIZE
@@ -233,7 +226,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             f"`{facts['path']}`: what layers that are not pruned hold in vLLM's cache is not counted",
             hint="`vllm serve` says at its start how many tokens its cache holds",
         )
-    kv_dtype = load.kv_dtype or facts.get("kv_dtype")
+    kv_dtype = kv_dtype or facts.get("kv_dtype")
     if kv_dtype == "int4":
         raise LeanKError(
             f"`{facts['path']}` keeps its cache in int4, which vLLM does not serve",
@@ -250,18 +243,16 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     num_heads = sum(map(len, layout.widths))
     dense = {"dense": size, **({f"dense_{kv_dtype}": stored} if kv_dtype else {})}
     return {
-        "memory_bytes": load.memory,
-        "tokens": load.tokens,
+        "memory_bytes": memory,
+        "tokens": tokens,
         "block_size": BLOCK_SIZE,
         "kv_dtype": kv_dtype,
         **{
-            side: asdict(count_dense(num_heads, head_dim, width, load.memory, load.tokens))
+            side: asdict(count_dense(num_heads, head_dim, width, memory, tokens))
             for side, width in dense.items()
         },
         "pruned": asdict(
-            count_pruned(
-                layout.widths, head_dim, stored, sizes, load.memory, load.tokens, value_widths=values
-            )
+            count_pruned(layout.widths, head_dim, stored, sizes, memory, tokens, value_widths=values)
         ),
     }
 

@@ -5,7 +5,6 @@ Text for people goes to stderr, results to stdout; `--json` makes stdout one JSO
 
 from __future__ import annotations
 
-import errno
 import logging
 import signal
 import sys
@@ -17,18 +16,13 @@ from typing import Any
 
 import click
 
-from leank_convert.cli.adapter import adapter
 from leank_convert.cli.analyze import analyze
+from leank_convert.cli.checkpoints import adapter, verify, warmup
 from leank_convert.cli.evaluate import evaluate, evaluate_text
 from leank_convert.cli.export import export, export_onnx
-from leank_convert.cli.imports import restate_import
-from leank_convert.cli.inspect import inspect
-from leank_convert.cli.listings import masks, recipes
-from leank_convert.cli.refusals import check_arguments, print_error, restate
+from leank_convert.cli.refusals import check_arguments, print_error, restate, restate_usage
+from leank_convert.cli.show import inspect, masks, recipes
 from leank_convert.cli.train import train
-from leank_convert.cli.verify import verify
-from leank_convert.cli.warmup import warmup
-from leank_convert.errors import LeanKError, cut, first_line
 
 
 class Terminated(KeyboardInterrupt):
@@ -46,7 +40,7 @@ class Command(click.Command):
             error.show()
             code = error.exit_code
         except click.ClickException as error:
-            print_error(refusal := restate(error))
+            print_error(refusal := restate_usage(error))
             code = refusal.exit_code
         except (click.Abort, KeyboardInterrupt) as error:
             code = _interrupted(error)
@@ -61,19 +55,14 @@ class Command(click.Command):
         """Run a command; with `--debug` errors keep their tracebacks."""
         try:
             return super().invoke(ctx)
-        except LeanKError as error:
-            if ctx.params.get("debug"):
-                raise
-            print_error(error)
-            ctx.exit(error.exit_code)
-        except KeyboardInterrupt as error:
-            if ctx.params.get("debug"):
-                raise
-            ctx.exit(_interrupted(error))
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
-        except Exception as error:
-            refusal = None if ctx.params.get("debug") else restate_import(error) or _restate_file_error(error)
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.params.get("debug"):
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                ctx.exit(_interrupted(error))
+            refusal = restate(error)
             if refusal is None:
                 raise
             print_error(refusal)
@@ -117,17 +106,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _restate_file_error(error: Exception) -> LeanKError | None:
-    """Say in one sentence what a full disk or a file that may not be read leads to; None of other errors."""
-    if not isinstance(error, OSError):
-        return None
-    if error.errno is None:  # a library's, whose sentence it is
-        return LeanKError(first_line(error))
-    name = str(error.filename or "output")
-    name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
-    return LeanKError(f"{name}: {error.strerror or first_line(error)}")
 
 
 def _interrupted(error: BaseException) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.inspection import Load, inspect_artifact, render_inspection
+from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, save_mask
 from tests.checks import edit_json, fitting_mask, provenance_of, refusal, rejected
 from tests.leank_convert.onnx.conftest import change_description
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(tmp_path, mas
 
 
 def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned():
-    facts = inspect_artifact("llama-3.1-8b-instruct", Load(40 << 30, 8192))
+    facts = inspect_artifact("llama-3.1-8b-instruct", 40 << 30, 8192)
     assert facts["capacity"] == {
         "memory_bytes": 40 << 30,
         "tokens": 8192,
@@ -73,9 +73,9 @@ def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned():
     text = render_inspection(facts)
     assert "blocks of 64 tokens: dense 5,120, pruned 9,070 (1.77x)" in text
     assert "requests of 8,192 tokens at once: dense 39, pruned 60 (1.54x)" in text
-    eight = in_one_line(inspect_artifact("llama-3.1-8b-instruct", Load(40 << 30, 8192, "fp8")))
+    eight = in_one_line(inspect_artifact("llama-3.1-8b-instruct", 40 << 30, 8192, "fp8"))
     assert "blocks of 64 tokens: dense 5,120, dense fp8 10,240, pruned fp8 18,141 (3.54x)" in eight
-    none = inspect_artifact("llama-3.1-8b-instruct", Load(1, 8192))
+    none = inspect_artifact("llama-3.1-8b-instruct", 1, 8192)
     assert none["capacity"]["pruned"] == {"blocks": 0, "requests": 0}
     assert "blocks of 64 tokens: dense 0, pruned 0\n" in render_inspection(none)
 
@@ -146,7 +146,7 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     (onnx_folder / "model.onnx").unlink()
     assert "model.onnx: missing" in render_inspection(inspect_artifact(onnx_folder))
     with refusal("is an ONNX folder, which vLLM does not serve"):
-        inspect_artifact(onnx_folder, Load(1 << 30, 8192))
+        inspect_artifact(onnx_folder, 1 << 30, 8192)
 
 
 def test_a_damaged_onnx_folder_is_refused(onnx_folder):
@@ -181,7 +181,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_
     assert "at least 34.9% saved" in in_one_line(facts)
     assert "dense 6.0 MiB, pruned at most 4.0 MiB" in in_one_line(facts)
     with refusal("is not converted"):
-        inspect_artifact(config, Load(10**9, 100))
+        inspect_artifact(config, 10**9, 100)
     edit_json(config, _name_or_path="Qwen/Qwen2.5-7B-Instruct")
     for known in (config, config.parent):  # as `train` and `export` know it
         assert inspect_artifact(known)["recipe"] == "qwen2.5-7b-instruct"
@@ -191,7 +191,7 @@ def test_requests_of_mixed_models_are_not_counted(source_model, tmp_path):
     source = source_model("olmo3", num_hidden_layers=4)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     with refusal("what layers that are not pruned hold in vLLM's cache is not counted"):
-        inspect_artifact(out, Load(1 << 30, 8192))
+        inspect_artifact(out, 1 << 30, 8192)
 
 
 def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from leank_convert._runtime.windows_leank import Windows
-from leank_convert.inspection import Load, inspect_artifact
+from leank_convert.inspection import inspect_artifact
 from leank_convert.vllm.capacity import count_pruned
 from leank_convert.vllm.pages import BLOCK_SIZE
 from tests.vllm.conftest import answers_of, ask, run_engines
@@ -27,7 +27,7 @@ def test_a_request_takes_its_kept_pages_and_the_windows_of_its_sink_and_recent_t
 def said(checkpoint):
     """What engines say with the plugin and without, of as many requests as fit, and of some more."""
     pytest.importorskip("vllm", reason="bin/test-vllm runs it")
-    told = inspect_artifact(checkpoint, Load(MEMORY, PROMPT + NEW))["capacity"]
+    told = inspect_artifact(checkpoint, MEMORY, PROMPT + NEW)["capacity"]
     runs = {}
     for side in ("pruned", "dense"):
         fits = told[side]["requests"]

@@ -1,4 +1,4 @@
-"""The `inspect` command."""
+"""The commands that show what there is: `inspect`, `masks` and `recipes`."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def inspect(
     PATH is a file, a folder, or the name of a packaged mask. Of a model that is not converted, its folder,
     config.json or hub id, the bytes are shown that pruning would save.
     """
-    from leank_convert.inspection import Load, inspect_artifact, render_inspection
+    from leank_convert.inspection import inspect_artifact, render_inspection
 
     for name, value in (("--tokens", tokens), ("--kv-dtype", kv_dtype)):
         if value is not None and memory is None:
             raise click.UsageError(f"{name} goes with --memory")
-    facts = inspect_artifact(path, None if memory is None else Load(memory, tokens or 8192, kv_dtype))
+    facts = inspect_artifact(path, memory, tokens or 8192, kv_dtype)
     if with_recipe and not (facts.get("provenance") or {}).get("recipe"):
         raise LeanKError(
             f"`{path}` does not say by which recipe it was made", hint="leave `--with-recipe` out"
@@ -69,3 +69,23 @@ def inspect(
     click.echo(
         json.dumps(facts) if as_json else render_inspection(facts, with_recipe=with_recipe), nl=as_json
     )
+
+
+@click.command(short_help="List the packaged masks.")
+@json_option
+def masks(as_json: bool) -> None:
+    """List the packaged masks: of which model, how much they prune, who made and evaluated them."""
+    from leank_convert.mask_listing import render_masks
+
+    click.echo(render_masks(as_json=as_json), nl=as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--keys", is_flag=True, help="Print every key a recipe may have, with default and meaning.")
+@json_option
+def recipes(name: str | None, keys: bool, as_json: bool) -> None:
+    """List the packaged recipes, or print the one called NAME."""
+    from leank_convert.recipe_listing import render
+
+    click.echo(render(name, keys=keys, as_json=as_json), nl=as_json)
