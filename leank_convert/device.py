@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -22,9 +22,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         # Naming a device proves nothing. What a value cannot be read back from, as `meta`, is no use either.
         torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LeanKError(
-            f"device `{device}` cannot be used: {reason}",
+            f"device `{device}` cannot be used: {first_line(error)}",
             hint="`cpu` always can, `cuda` and `cuda:0` where there is a GPU and torch is built for it",
         ) from error
     return chosen

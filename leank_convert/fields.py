@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from leank_convert.errors import LeanKError, cut
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-_Model = TypeVar("_Model", bound="BaseModel")
+    from pydantic import ValidationError
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,8 @@ class Fields:
         return LeanKError(f"`{self.origin}`: `{key}` is {cut(self.values[key])}, {reason}")
 
 
-def validated(model: type[_Model], values: object, prefix: str = "") -> _Model:
-    """Check a JSON object by a model of pydantic; LeanKError names the first wrong key, behind `prefix`."""
-    from pydantic import ValidationError  # here: facts are read of a config.json without it
-
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        key = f"`{prefix}{'.'.join(map(str, wrong['loc']))}`"
-        if wrong["type"] == "missing":
-            raise LeanKError(f"{key} is missing") from None
-        raise LeanKError(f"{key} is {cut(wrong['input'])}: {wrong['msg']}") from None
+def first_problem(error: ValidationError, start: str) -> LeanKError:
+    """The error that says what pydantic refuses first, in a sentence of `start`, the key and why."""
+    wrong = error.errors(include_url=False)[0]
+    problem = "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
+    return LeanKError(f"{start}{'.'.join(map(str, wrong['loc']))}` {problem}")

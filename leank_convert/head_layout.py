@@ -37,13 +37,7 @@ class HeadLayout:
 def plan_head_layout(widths: Sequence[Sequence[int]]) -> HeadLayout:
     """Order every layer's heads by width `[layer][head]`, keeping the original order within a bucket."""
     permutations = tuple(tuple(sorted(range(len(layer)), key=layer.__getitem__)) for layer in widths)
-    return HeadLayout(
-        head_permutation=permutations,
-        widths=tuple(
-            tuple(layer[old] for old in permutation)
-            for layer, permutation in zip(widths, permutations, strict=True)
-        ),
-    )
+    return HeadLayout(permutations, tuple(tuple(sorted(layer)) for layer in widths))
 
 
 @dataclass(frozen=True)

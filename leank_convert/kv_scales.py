@@ -29,21 +29,13 @@ _HINT = "copy or export the checkpoint again"
 
 @dataclass(frozen=True)
 class KVScales:
-    """Scales of a model, and what they were measured on.
+    """Scales of a model, and what they were measured on."""
 
-    Attributes:
-        keys: float32 [L, H_kv, D], in the model's own head order; one for channels i and i + D/2.
-        values: float32 [L, H_kv, D].
-        num_tokens: How many were measured.
-        tasks: The recipe's, whose data they are of.
-        seed: The recipe's.
-    """
-
-    keys: Tensor
-    values: Tensor
-    num_tokens: int
-    tasks: Sequence[str]
-    seed: int
+    keys: Tensor  # float32 [L, H_kv, D], in the model's own head order; one for channels i and i + D/2
+    values: Tensor  # float32 [L, H_kv, D]
+    num_tokens: int  # how many were measured
+    tasks: Sequence[str]  # the recipe's, whose data they are of
+    seed: int  # the recipe's
 
     @classmethod
     def of_largest(cls, keys: Tensor, values: Tensor, **measured: Any) -> KVScales:

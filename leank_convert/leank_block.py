@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from leank_convert._runtime.configuration_leank import FORMAT_VERSION, LeanKSettings, read_settings
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut
-from leank_convert.fields import validated
+from leank_convert.fields import first_problem
 
 LEANK_KEYS = (
     "format_version",
@@ -123,6 +123,9 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
     reached, given = 1 - sum(map(sum, leank["widths"])) / total, leank["pruning_ratio"]
     if type(given) not in (int, float) or not math.isclose(reached, given, abs_tol=1e-9):
         raise LeanKError(f"`leank.pruning_ratio` is {cut(given)}; the widths give {reached}")
-    told = validated(_Told, leank, "leank.")
+    try:
+        told = _Told.model_validate(leank)
+    except ValidationError as error:
+        raise first_problem(error, "`leank.") from None
     if told.kv_scales is not None and leank.get("kv_dtype") == "int4":
         raise LeanKError("`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none")

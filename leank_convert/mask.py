@@ -144,8 +144,7 @@ class ChannelMask:
 
 def all_channels_mask(facts: ModelFacts) -> ChannelMask:
     """The mask that keeps every channel."""
-    shape = facts.mask_shape
-    return ChannelMask(torch.ones(shape, dtype=torch.bool))
+    return ChannelMask(torch.ones(facts.mask_shape, dtype=torch.bool))
 
 
 def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, model_origin: str) -> None:
@@ -323,16 +322,14 @@ def _load_safetensors(path: Path) -> ChannelMask:
 
 def _check_origin(mask: ChannelMask, path: Path) -> None:
     """Check that a mask names the rope that its mean of keys holds under, and the model that its V is of."""
-    if mask.key_mean is not None and mask.provenance is None:
-        raise LeanKError(
-            f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
-            "alone, which is not named"
-        )
-    if mask.value_basis is not None and mask.provenance is None:
-        raise LeanKError(
-            f"mask `{path}` has a tensor `value_basis` and no provenance: a basis of V is of one model, "
-            "which is not named"
-        )
+    for name, why in (
+        ("key_mean", "a mean of keys holds under one rope alone"),
+        ("value_basis", "a basis of V is of one model"),
+    ):
+        if getattr(mask, name) is not None and mask.provenance is None:
+            raise LeanKError(
+                f"mask `{path}` has a tensor `{name}` and no provenance: {why}, which is not named"
+            )
 
 
 def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: Tensor) -> None:

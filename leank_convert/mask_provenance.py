@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, SHAPE_KEYS, ModelFacts
 from leank_convert.errors import LeanKError, cut
+from leank_convert.fields import first_problem
 from leank_convert.files import parse_json
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
@@ -104,11 +105,7 @@ class MaskProvenance:
             # As JSON, of which strict pydantic makes tuples and data classes.
             known = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            problem = (
-                "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
-            )
-            raise LeanKError(f"header metadata `{'.'.join(map(str, wrong['loc']))}` {problem}") from error
+            raise first_problem(error, "header metadata `") from error
         Windows(known.sink_size, known.recent_size, known.flush_size)
         check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
         if known.num_attention_heads % known.num_key_value_heads:

@@ -10,22 +10,12 @@ MAX_WINDOW: int = MAX_SIZE
 
 
 class Windows(RuntimeWindows):  # type: ignore[misc]
-    """The runtime's `Windows`.
+    """The runtime's `Windows`; LeanKError if a size or the mode makes no sense."""
 
-    Attributes:
-        sink_size: First tokens that keep every channel.
-        recent_size: Last tokens that keep every channel.
-        flush_size: Tokens that leave the recent window at once; training has no use for it.
-        prune: `eager` prunes after every forward of several tokens, `deferred` when decoding begins.
-
-    Raises:
-        LeanKError: If a size or the mode makes no sense.
-    """
-
-    sink_size: int
-    recent_size: int
-    flush_size: int
-    prune: str
+    sink_size: int  # first tokens that keep every channel
+    recent_size: int  # last tokens that keep every channel
+    flush_size: int  # tokens that leave the recent window at once; training has no use for it
+    prune: str  # `eager` prunes after every forward of several tokens, `deferred` when decoding begins
 
     def __post_init__(self) -> None:
         try:
