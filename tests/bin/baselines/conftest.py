@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.leank_convert.evaluate.conftest import evaluated, export_retriever, feed, prefill
+from tests.leank_convert.evaluate.conftest import evaluated, export_retriever, feed_steps, prefill
 
 __all__ = ["decode", "evaluated", "export_retriever", "masks", "prefill"]
 
@@ -23,4 +23,4 @@ def decode(prefill, variant, num_steps):
     generator, shape = torch.Generator().manual_seed(6), (len(prefill.attention_mask), 1)
     tokens = [torch.randint(5, 300, shape, generator=generator) for _ in range(num_steps)]
     model, cache = variant.start(prefill)
-    return feed(model, cache, prefill.attention_mask, tokens), cache
+    return feed_steps(model, cache, prefill.attention_mask, tokens), cache

@@ -16,7 +16,7 @@ from leank_convert.mask import ChannelMask, save_mask
 from runtime.constants_leank import Constants
 from runtime.tools import fork
 from tests.checks import facts_of, provenance_of, prune_values
-from tests.leank_convert.evaluate.conftest import feed
+from tests.leank_convert.evaluate.conftest import feed_steps
 from tests.runtime.conftest import build_pair
 from tests.runtime.tiny_inputs import feed, ids
 from tests.tiny_families import random_mask
@@ -61,7 +61,7 @@ def test_values_pruned_in_memory_answer_as_a_checkpoint_does(retriever_folder, t
     def answer(evaluated, variant):
         prefill = run_prefill(evaluated.model, prompt, torch.ones_like(prompt))
         tokens = torch.arange(7, 19).view(-1, 1, 1)  # some leave the window meanwhile
-        return feed(*variant.start(prefill), prefill.attention_mask, tokens)
+        return feed_steps(*variant.start(prefill), prefill.attention_mask, tokens)
 
     checkpoint = load_evaluated(tmp_path / "out", device)
     expected = answer(checkpoint, Masked("checkpoint", kv_dtype=kv_dtype))

@@ -35,7 +35,7 @@ def prefill(evaluated, request):
     return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), **options)
 
 
-def feed(model, cache, attention_mask, tokens):
+def feed_steps(model, cache, attention_mask, tokens):
     """The logits of steps that feed these tokens [B, 1] behind a prefill [steps, B, vocabulary]."""
     steps = []
     for token in tokens:

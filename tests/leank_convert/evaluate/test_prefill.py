@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert.evaluate.prefill import pad_left, prefill_stock, run_prefill
-from tests.leank_convert.evaluate.conftest import feed
+from tests.leank_convert.evaluate.conftest import feed_steps
 
 CPU = torch.device("cpu")
 WINDOW = 8
@@ -72,7 +72,7 @@ def test_a_fork_decodes_every_row_as_it_would_alone(model):
     def decode(input_ids, attention_mask):
         prefill = run_prefill(model, input_ids, attention_mask)
         tokens = (prefill.next_token, prefill.next_token + 1, prefill.next_token)
-        return feed(model, prefill.fork(), attention_mask, tokens)
+        return feed_steps(model, prefill.fork(), attention_mask, tokens)
 
     assert_rows_are_as_alone(decode, prompts(30, 17, 17, 1))
 
@@ -84,6 +84,6 @@ def test_a_stock_models_row_is_what_it_is_alone(sliding_window, source_model):
 
     def decode(input_ids, attention_mask):
         token, cache = prefill_stock(stock, input_ids, attention_mask)
-        return feed(stock, cache, attention_mask, [token])
+        return feed_steps(stock, cache, attention_mask, [token])
 
     assert_rows_are_as_alone(decode, prompts(30, 17, 1))
