@@ -53,7 +53,7 @@ class DecodeCase:
         """Return the store with the new tokens in it, by plain indexing."""
         store = self.store.map_memory(torch.clone)
         head_dim, num_groups = self.layout.head_dim, self.query.shape[1] // self.keys.shape[1]
-        plain = PlainKernels(head_dim, num_groups)
+        plain = PlainKernels(head_dim, num_groups, self.layout.chunk_size)
         plain.append(self.keys, self.values, store, self.seen, self.valid)
         return store
 

@@ -87,10 +87,10 @@ class RecordedGraph:
 
 
 class PlainKernels:
-    """The kernels' interface in plain torch: lengths and pages are read from tensors alone."""
+    """The kernels' interface in plain torch: lengths and pages are read from tensors alone, head by head."""
 
-    def __init__(self, head_dim: int, num_groups: int, **_: int) -> None:
-        self.head_dim, self.num_groups = head_dim, num_groups
+    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
+        self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
 
     def plan(self, seen, pruned, sink_size):
         return seen + pruned
@@ -99,8 +99,9 @@ class PlainKernels:
         valid = seen > 0 if valid is None else valid & (seen > 0)
         rows = torch.arange(len(seen), device=seen.device)
         index = store.chunk_index.long().expand(len(seen), -1, -1)
-        num_kept = store.kept_keys.shape[1]
-        in_store, size = self.in_store(store), store.values.shape[3]
+        num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
+        size, place = self.value_chunk(store), torch.arange(self.head_dim, device=seen.device)
+        in_store = (place < table[:, 8, None] * size).flatten()  # V's channels, of all heads
         if store.key_mean is not None:
             keys = (keys - store.key_mean[:, :, None]).to(keys.dtype)
         if store.key_scale is not None:
@@ -121,10 +122,8 @@ class PlainKernels:
                 page, place = pages[rows, token // pool.shape[2]], token % pool.shape[2]
                 pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
 
-    def in_store(self, store):
-        """Which of V's channels, of all heads, every token has in the store `[H_kv * D]`."""
-        place = torch.arange(self.head_dim, device=store.head_table.device)
-        return (place < store.head_table[:-1, 8, None] * store.values.shape[3]).flatten()
+    def value_chunk(self, store):
+        return store.values.shape[3]
 
     def rope_append(self, projected, cos, sin, norms, store, seen, valid):
         heads = projected.view(*seen.shape, -1, self.head_dim).transpose(1, 2)
@@ -154,53 +153,96 @@ class PlainKernels:
     attends_turns = False
 
     def copy_rows(self, first, new_keys, new_values):
-        heads = first.layout.value_heads
-        rows = (replace(first, row=first.row + row).dense(new_keys.dtype) for row in range(len(new_keys)))
-        return [
-            torch.cat([torch.stack(held)[:, :, heads], new[:, heads].transpose(1, 2)], 1)
-            for held, new in zip(zip(*rows, strict=True), (new_keys, new_values), strict=True)
-        ]
+        size = len(new_keys), first.length + new_keys.shape[2], len(first.layout.value_heads), self.head_dim
+        keys, values = new_keys.new_empty(size), new_values.new_empty(size)
+        for row in range(len(keys)):
+            self.copy_row(replace(first, row=first.row + row), keys[row], values[row])
+        for states, new in ((keys, new_keys), (values, new_values)):
+            states[:, first.length :] = new[:, first.layout.value_heads].transpose(1, 2)
+        return keys, values
+
+    def copy_row(self, held, keys, values):
+        store, row, length, pruned, sink_size = held.store, held.row, held.length, held.pruned, held.sink_size
+        token, size = torch.arange(length), store.kept_keys.shape[2]
+        page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
+        whole = (token < sink_size) | (token >= sink_size + pruned)
+        dense = keys.new_zeros(length, len(store.head_table) - 1, keys.shape[2])
+        for chunk, lanes in enumerate(store.chunk_index[min(row, len(store.chunk_index) - 1)]):
+            real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
+            if dropped < 0:
+                held = store.kept_keys[page, chunk, token % size][:, real]
+                dense.flatten(1)[:, lanes[real]] = held.to(dense.dtype)
+            else:
+                held = store.window_keys[window_page[whole], dropped, token[whole] % size]
+                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real].to(dense.dtype)
+        heads = store.head_table[:-1, 9] >= 0
+        keys[:length] = dense[:, heads]
+        held = store.values[page, :, token % size].to(values.dtype)
+        dropped = values.new_zeros(length, *store.window_values.shape[1::2])
+        dropped[whole] = store.window_values[window_page[whole], :, token[whole] % size].to(values.dtype)
+        for head, (value, count, first) in enumerate(store.head_table[:-1][heads][:, [2, 8, 5]].tolist()):
+            own = self.head_dim // self.value_chunk(store) - count
+            chunks = held[:, value : value + count], dropped[:, first : first + own]
+            values[:length, head] = torch.cat([part.flatten(1) for part in chunks], 1)
+        for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
+            if scale is not None:
+                states[:length] *= scale[min(row, len(scale) - 1), heads]
 
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
         seen = plan - pruned  # a plan of another step shows
+        batch, num_columns = seen.shape
         fallen = torch.zeros(query.shape[:3])  # what a sink's logit falls by, as all others do
         if store.key_mean is not None:
             fallen = (query * store.key_mean.repeat_interleave(self.num_groups, 1)[:, :, None]).sum(-1)
         if store.key_scale is not None:
             query = query * store.key_scale.repeat_interleave(self.num_groups, 1)[:, :, None]
-        num_channels = (len(store.head_table) - 1) * self.head_dim
+        index = store.chunk_index.long().expand(batch, -1, -1)
+        channels, num_kept = index.clamp(min=0) % self.head_dim, store.kept_keys.shape[1]
+        capacity = store.page_table.shape[1] * store.kept_keys.shape[2]
 
-        def spread(pool, table, lanes):
-            """All that tables name of a pool, where its channels are `[B, H, tokens, D]`; zeros elsewhere."""
+        def tokens_of(pool, table):
+            """All that tables name `[B, rows of the pool, tokens, numbers]`; what is not there is NaN."""
             pages = table.clamp(0, len(pool) - 1).long()
             taken = as_bytes(pool)[pages].view(pool.dtype).to(query.dtype)
-            taken = taken.transpose(2, 3).flatten(1, 2).flatten(2)
-            lanes = torch.where(lanes < 0, num_channels, lanes).flatten(1)[:, None].expand_as(taken)
-            states = taken.new_zeros(*taken.shape[:2], num_channels + 1).scatter(2, lanes, taken)
-            heads = states[..., :num_channels].unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            return heads.repeat_interleave(self.num_groups, 1)
+            return taken.transpose(1, 2).flatten(2, 3)
 
-        num_kept, index = store.kept_keys.shape[1], store.chunk_index.long().expand(len(seen), -1, -1)
-        in_store = self.in_store(store)
-        of_store, of_window = (part.nonzero().T.expand(len(seen), -1) for part in (in_store, ~in_store))
-        keys = spread(store.kept_keys, store.page_table, index[:, :num_kept])
-        values = spread(store.values, store.page_table, of_store)
-        dropped = spread(store.window_keys, store.window_table, index[:, num_kept:])
-        window = spread(store.window_values, store.window_table, of_window)
-        tokens = torch.arange(keys.shape[2])
-        visible = tokens < seen[:, None, :, None]  # [B, 1, d, tokens]
-        whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[:, None, :, None]))
-        see_pruned = (store.head_table[:-1, 1] > 0).repeat_interleave(self.num_groups)[:, None, None]
-        scores = softmax_scale * (query @ keys.mT + torch.where(whole, query @ dropped.mT, 0))
-        scores = scores.masked_fill(~torch.where(see_pruned, visible, whole), -torch.inf)
-        if sinks is not None:  # one more logit, without a value
-            own = sinks[:, None] - softmax_scale * fallen
-            scores = torch.cat([scores, own[..., None]], -1)
-        weights = scores.softmax(-1)[..., : len(tokens)]
-        output = weights @ values + torch.where(whole, weights, 0) @ window
-        if store.value_scale is not None:
-            output = output * store.value_scale.repeat_interleave(self.num_groups, 1)[:, :, None]
-        return output
+        kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
+        dropped, window = (
+            tokens_of(pool, store.window_table) for pool in (store.window_keys, store.window_values)
+        )
+        tokens = torch.arange(capacity)
+        visible = tokens < seen[..., None]  # [B, d, tokens]
+        whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[..., None]))
+        outputs = []
+        for head, row in enumerate(store.head_table[:-1].tolist()):
+            first, count, value, first_dropped, num_dropped, first_window, _, _, num_values, _ = row
+            num_window = self.head_dim // self.value_chunk(store) - num_values
+            q = query[:, head * self.num_groups : (head + 1) * self.num_groups]
+            parts = []
+            for chunks, of in (
+                (range(first, first + count), kept),
+                (range(num_kept + first_dropped, num_kept + first_dropped + num_dropped), dropped),
+            ):
+                scores = torch.zeros(batch, self.num_groups, num_columns, capacity)
+                for chunk in chunks:
+                    lanes = q.gather(3, channels[:, None, None, chunk].expand(*q.shape[:3], self.chunk_size))
+                    own = of[:, chunk - (0 if of is kept else num_kept)]
+                    scores = scores + lanes @ own[:, None].transpose(2, 3) * softmax_scale
+                parts.append(scores)
+            scores = parts[0] + torch.where(whole[:, None], parts[1], 0)
+            counted = visible if count else whole
+            scores = scores.masked_fill(~counted[:, None], -torch.inf)
+            if sinks is not None:  # one more logit, without a value
+                heads = slice(head * self.num_groups, (head + 1) * self.num_groups)
+                own = sinks[heads, None] - softmax_scale * fallen[:, heads]
+                scores = torch.cat([scores, own[..., None]], -1)
+            weights = scores.softmax(-1)[..., :capacity]
+            parts = [weights @ values[:, None, value + chunk] for chunk in range(num_values)]
+            weights = torch.where(whole[:, None], weights, 0)
+            parts += [weights @ window[:, None, first_window + chunk] for chunk in range(num_window)]
+            out = torch.cat(parts, -1)
+            outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
+        return torch.cat(outputs, 1)

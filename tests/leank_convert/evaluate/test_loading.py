@@ -41,12 +41,17 @@ def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkp
         load_evaluated(out, torch.device("cpu"))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(export_retriever):
+    return export_retriever("rounding", kv_dtype="int4")
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
 def test_it_is_the_mean_divergence_of_answers_fed_token_by_token(
-    export_retriever, kv_dtype, short_recipe, testbed_tokenizer
+    checkpoint, kv_dtype, short_recipe, testbed_tokenizer
 ):
-    recipe, checkpoint = short_recipe(), export_retriever(f"rounded to {kv_dtype}", kv_dtype="int4")
+    recipe = short_recipe()
     found = answer_rounded(checkpoint, recipe, kv_dtype, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True).eval()
     samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)

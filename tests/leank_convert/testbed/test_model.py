@@ -8,12 +8,17 @@ from collections.abc import Iterable
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, Sample, build_sample
 
 HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
 def held_out(task: str, count: int, lengths: Iterable[int]) -> list[Sample]:
@@ -37,8 +42,7 @@ def test_written_figures_are_complete_and_as_claimed():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_generate_answers_held_out_prompts(testbed_tokenizer, task):
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+def test_generate_answers_held_out_prompts(model, testbed_tokenizer, task):
     right, options = 0, {"return_tensors": "pt", "return_dict": False}
     for sample in held_out(task, 4, HELD_OUT_LENGTHS):
         chat = [{"role": "user", "content": sample.prompt}]

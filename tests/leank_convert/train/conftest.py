@@ -123,8 +123,10 @@ def read_log():
 def stock_attention(model):
     """Lets a model of training attend by transformers' own code within this context."""
     model.set_attn_implementation("eager")
-    yield
-    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
 def stock_cache(loaded, input_ids):
