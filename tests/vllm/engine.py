@@ -7,6 +7,7 @@ one. `transfers` say for each prompt which pages move, and `then` is a run in an
 them over. Counters go on from round to round. Of a run that fails the error is said, and the next one begins.
 """
 
+import faulthandler
 import functools
 import gc
 import json
@@ -50,6 +51,8 @@ cpu_router.CPURouter._compute_routing = _in_one_group
 # load for ten seconds each time.
 registry._run_in_subprocess = lambda look: look()
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+# A port of this process, which the system gives no connection meanwhile: engines wait forever for one in use.
+os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(10_000 + os.getpid() % 20_000)
 # What is loaded by now stays: engines look through it eight times each, for longer than they are built.
 gc.collect()
 gc.freeze()
@@ -129,9 +132,7 @@ def run(asked):
     say(said)
     if "then" in asked:
         following = {**asked["then"], "transfers": [output.kv_transfer_params for output in outputs]}
-        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]) + 1)}
-        command = [sys.executable, __file__, json.dumps([following])]
-        subprocess.run(command, env={**os.environ, **port}, check=True)
+        subprocess.run([sys.executable, __file__, json.dumps([following])], check=True)
 
 
 def say(said):
@@ -142,6 +143,7 @@ def say(said):
 def main() -> None:
     """Run one engine after the other."""
     for asked in json.loads(sys.argv[1]):
+        faulthandler.dump_traceback_later(180, exit=True)  # who waits for this process gives a run 200 s
         try:
             run(asked)
         except Exception:

@@ -1,7 +1,6 @@
 """One engine reads prompts, another answers from its pages."""
 
 import json
-import socket
 from itertools import compress
 from types import SimpleNamespace
 
@@ -23,10 +22,6 @@ from leank_convert.vllm.rule import pruned_tokens_of
 
 def hand_over(folder, *, lengths=LENGTHS, then_prompts=None, **consumer):
     """What both engines say, one of which reads prompts and the other answers; maybe other prompts."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port, "VLLM_NIXL_SIDE_CHANNEL_HOST": "localhost"}
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     first, second = (
         ask(folder, lengths=lengths, **options, kv_transfer_config={**nixl, "kv_role": f"kv_{role}"})
@@ -35,7 +30,7 @@ def hand_over(folder, *, lengths=LENGTHS, then_prompts=None, **consumer):
     second["prompts"] = then_prompts or second["prompts"]
     handed_over = [{"do_remote_decode": True, "do_remote_prefill": False}] * len(lengths)
     runs = {"first": {**first, "transfers": handed_over, "then": second}}
-    return run_engines(runs, UCX_TLS="tcp,self,sm", **channel).values()
+    return run_engines(runs, UCX_TLS="tcp,self,sm", VLLM_NIXL_SIDE_CHANNEL_HOST="localhost").values()
 
 
 def test_pages_of_another_prompt_are_not_taken(checkpoint):
