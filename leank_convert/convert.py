@@ -146,10 +146,9 @@ def export_model(
     value_pruning_ratio = value_pruning_ratio or None  # 0, as a recipe's, leaves V as it is
     options |= {"recipe": named, "value_pruning_ratio": value_pruning_ratio}
     export = resolve_export(ExportRequest(model, mask, out, **options))
-    choice = export.choice
-    wanted = export.named_mask
-    known = wanted.provenance
-    if wanted.value_basis is not None and known and known.value_pruning_ratio_asked == value_pruning_ratio:
+    choice, known = export.choice, export.provenance
+    wanted = replace(choice.mask, provenance=known)
+    if wanted.value_basis is not None and known.value_pruning_ratio_asked == value_pruning_ratio:
         value_pruning_ratio = None  # nothing is left to measure
     if value_pruning_ratio is not None:
         check_of_keys(choice.mask, choice.mask_origin)

@@ -70,13 +70,12 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
-    from leank_convert.checkpoint_io import read_leank_config
-    from leank_convert.export.adapter import check_adapter, convert_adapter, converted_for, order_of
+    from leank_convert.export.adapter import ADAPTER_FOLDER, check_adapter, convert_adapter, converted_for
 
-    earlier = out / "adapter"
-    made_for = converted_for(earlier) if choices["overwrite"] else None
+    beside = out / ADAPTER_FOLDER
     if adapter is not None:
-        check_adapter(adapter, earlier, model=model, replaces=made_for is not None)
+        replaces = choices["overwrite"] and converted_for(beside) is not None
+        check_adapter(adapter, beside, model=model, replaces=replaces)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -91,11 +90,9 @@ def export(
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
-    if made_for is not None and (adapter is not None or made_for != order_of(read_leank_config(out)[1])):
-        shutil.rmtree(earlier)
-        click.echo(f"removed `{earlier}`, which was converted for the checkpoint before", err=True)
     if adapter is not None:
-        click.echo(convert_adapter(adapter, out, earlier))
+        shutil.rmtree(beside, ignore_errors=True)
+        click.echo(convert_adapter(adapter, out, beside))
     finish_export(out, repo_id, private)
 
 

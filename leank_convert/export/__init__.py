@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
+from leank_convert.export.adapter import ADAPTER_FOLDER, converted_for, order_of
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import (
     copy_companions,
@@ -155,9 +159,9 @@ def write_export(
     """
     cache = describe_cache(kv_dtype, kv_scales)
     checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
-    mask, windows, out = export.named_mask, choice.windows, export.request.out
-    known = mask.provenance
-    assert known is not None
+    known, windows, out = export.provenance, choice.windows, export.request.out
+    mask = replace(choice.mask, provenance=known)
+    made_for = converted_for(out / ADAPTER_FOLDER)  # read before anything is written
     plan = plan_export(checkpoint, mask, facts, kv_scales)
     overrides, folds = choice.config_overrides, plan.folds_values
     leank = build_leank_facts(mask, known, plan.layout, windows, overrides, cache, folds_values=folds)
@@ -179,6 +183,9 @@ def write_export(
             card = _describe(export, mask, leank, tried)
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
+        if made_for not in (None, order_of(config["leank"])):
+            shutil.rmtree(out / ADAPTER_FOLDER)
+            logging.getLogger("leank_convert").warning("removed `%s`, for another mask", out / ADAPTER_FOLDER)
     except OSError as error:
         raise _cannot_export(error, out, checkpoint) from error
     return out
@@ -220,8 +227,7 @@ def _write_weights(
 
 def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried: str | None) -> str:
     """Build the model card."""
-    checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
-    assert known is not None
+    checkpoint, facts, known = export.checkpoint, export.facts, export.provenance
     name = model_name(export.request.model)
     output = checkpoint.find(attention_tensor(0, "o_proj.weight"))
     return build_model_card(

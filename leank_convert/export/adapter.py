@@ -37,6 +37,7 @@ from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_bl
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
+ADAPTER_FOLDER = "adapter"  # where `export` puts it, in the checkpoint
 _MERGE = "merge it into the original model (`merge_and_unload`), then convert that with the checkpoint's mask"
 # PEFT puts its own names before those of the model; of a model without a head, `model.` lacks.
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(layers\.\d+\.self_attn\.\w+)\.(.+)")

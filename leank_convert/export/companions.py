@@ -18,7 +18,6 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "tekken")
 # What transformers loads where a folder names no tokenizer class, and a name it had before.
 _GENERIC_CLASS = "TokenizersBackend"
 _GENERIC_CLASS_BEFORE = "PreTrainedTokenizerFast"
-
 _NAMED = 8  # files in a warning
 
 _logger = logging.getLogger("leank_convert")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,14 @@ class Export:
     choice: Choice
 
     @property
-    def named_mask(self) -> ChannelMask:
-        """The mask with where it comes from, as far as that is known."""
-        mask = self.choice.mask
-        known = mask.provenance or MaskProvenance.for_model(
+    def provenance(self) -> MaskProvenance:
+        """Where the mask comes from, as far as that is known."""
+        return self.choice.mask.provenance or MaskProvenance.for_model(
             model_name(self.request.model),
             self.facts,
-            method="all-channels" if mask.channel_mask.all() else "imported",
+            method="all-channels" if self.choice.mask.channel_mask.all() else "imported",
             **self.choice.windows.sizes,
         )
-        return replace(mask, provenance=known)
 
 
 def resolve_export(request: ExportRequest) -> Export:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from leank_convert import convert_adapter
+from leank_convert import convert_adapter, export_checkpoint
 from tests.checks import done, edit_json, refusal, rejected
 
 peft = pytest.importorskip("peft")
@@ -111,7 +111,7 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
     done("export", checkpoint.source, *options[:-1], "--overwrite")
     assert (out / "adapter" / name).exists()
     other = converted("llama", [[0, 8], [16, 3]], name="other")
-    done("export", checkpoint.source, "--mask", other.folder, "-o", out, "--overwrite")
+    export_checkpoint(checkpoint.source, other.folder, out, overwrite=True)
     assert not (out / "adapter").exists()  # heads lie in another order now
     shutil.copytree(lora, out / "adapter")
     assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
