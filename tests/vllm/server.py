@@ -1,7 +1,6 @@
 """vLLM's OpenAI server in a process of its own."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from bin.benchmarks.server import free_port
 from tests.vllm.conftest import ENVIRONMENT
 
 
@@ -31,12 +31,9 @@ def read(url):
 @contextmanager
 def serving(folder, log, **options):
     """Serve a checkpoint; `options` are vLLM's, such as `max_model_len=512`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     given = {
         "model": folder,
-        "port": port,
+        "port": free_port(),
         "dtype": "float32",
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 16 << 20,
@@ -54,7 +51,7 @@ def serving(folder, log, **options):
             stdout=written,
             stderr=written,
         )
-    url = f"http://localhost:{port}"
+    url = f"http://localhost:{given['port']}"
     try:
         for _ in range(240):
             try:
