@@ -161,7 +161,7 @@ def write_export(
     checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
     known, windows, out = export.provenance, choice.windows, export.request.out
     mask = replace(choice.mask, provenance=known)
-    made_for = converted_for(out / ADAPTER_FOLDER)  # read before anything is written
+    made_for = converted_for(beside := out / ADAPTER_FOLDER)  # read before anything is written
     plan = plan_export(checkpoint, mask, facts, kv_scales)
     overrides, folds = choice.config_overrides, plan.folds_values
     leank = build_leank_facts(mask, known, plan.layout, windows, overrides, cache, folds_values=folds)
@@ -184,8 +184,8 @@ def write_export(
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
         if made_for not in (None, order_of(config["leank"])):
-            shutil.rmtree(out / ADAPTER_FOLDER)
-            logging.getLogger("leank_convert").warning("removed `%s`, for another mask", out / ADAPTER_FOLDER)
+            shutil.rmtree(beside)
+            logging.getLogger("leank_convert").warning("removed `%s`, of the checkpoint before", beside)
     except OSError as error:
         raise _cannot_export(error, out, checkpoint) from error
     return out
