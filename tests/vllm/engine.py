@@ -143,7 +143,7 @@ def say(said):
 def main() -> None:
     """Run one engine after the other."""
     for asked in json.loads(sys.argv[1]):
-        faulthandler.dump_traceback_later(180, exit=True)  # who waits for this process gives a run 200 s
+        faulthandler.dump_traceback_later(300, exit=True)  # before who waits for this process gives up
         try:
             run(asked)
         except Exception:
