@@ -34,7 +34,7 @@ def fetched() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(fetched: Path, once_per_run: Callable[..., Path]) -> Path:
-    """The model; in float32 on CPUs without AVX-512, which are nine times slower in bfloat16."""
+    """The model; in float32 on CPUs without AVX-512, which are slow in bfloat16."""
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
         return fetched
 
