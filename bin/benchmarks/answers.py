@@ -27,7 +27,7 @@ import torch
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.measuring import choose_benchmark_device
-from bin.benchmarks.server import Server, free_port, read_log, read_metric, start_server
+from bin.benchmarks.server import Server, read_log, read_metric, start_server
 from bin.benchmarks.tables import Column, Report
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, read_config
@@ -39,14 +39,17 @@ _COLUMNS = {
     "one by one": Column("equal_one_by_one", "{:.0f}"),
     "all at once": Column("equal_at_once", "{:.0f}"),
     "TTFT ms": Column("first_token_milliseconds"),
+    "plain": Column("plain_first_token_milliseconds"),
     "ITL ms": Column("token_milliseconds"),
+    "plain ITL": Column("plain_token_milliseconds"),
     "moved GB": Column("moved_bytes", "{:,.3f}", 1e9),
     "move ms": Column("move_milliseconds"),
     "pieces": Column("pieces", "{:,.0f}"),
 }
 _NOTES = (
     "first tokens, one by one: answers that begin, or are, as the plain server's, asked one after the other",
-    "TTFT: time to first token; ITL: from token to token; medians, asked one after the other",
+    "TTFT: time to first token; ITL: from token to token; medians, asked one after the other; plain: so of "
+    "the plain server",
     "moved: all prompts' pages, once; ms and pieces of a prompt, in the mean",
 )
 _READS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -146,7 +149,8 @@ def _start(
         environment |= {"UCX_TLS": "tcp,self,sm", "VLLM_CPU_OMP_THREADS_BIND": str(gpu or 0)}
     if role:
         options = [*options, "--kv-transfer-config", json.dumps(nixl)]
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        # Below the ports that the system gives by chance, so that nobody takes it before the server does.
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(10_000 + os.getpid() % 20_000 + (gpu or 0))
     return start_server(checkpoint, options, folder / f"server{gpu}.log", **environment)
 
 
@@ -171,7 +175,10 @@ def _hand_over(
         read, answer = _asker(first, new), _asker(second, new)
 
         def ask(prompt: list[int]) -> _Answer:
-            return answer(prompt, kv_transfer_params=read(prompt, kv_transfer_params=_READS).pages)
+            began, pages = time.perf_counter(), read(prompt, kv_transfer_params=_READS).pages
+            read_for = time.perf_counter() - began
+            found = answer(prompt, kv_transfer_params=pages)
+            return found._replace(times=[read_for + seconds for seconds in found.times])
 
         wanted = [read(prompt) for prompt in prompts]
         ask(prompts[0])  # what is compiled at its first use
@@ -234,13 +241,21 @@ def _at_once(ask: Callable[[list[int]], _Answer], prompts: list[list[int]]) -> l
 
 def _hold(one_by_one: list[_Answer], at_once: list[_Answer], wanted: list[_Answer]) -> dict[str, Any]:
     """Count the answers that are equal to those wanted, and take medians of times."""
-    steps = [after - before for answer in one_by_one for before, after in pairwise(answer.times)]
+
+    def equal(found: list[_Answer], tokens: int | None = None) -> int:
+        return sum(a.tokens[:tokens] == b.tokens[:tokens] for a, b in zip(found, wanted, strict=True))
+
+    def medians(side: str, answers: list[_Answer]) -> dict[str, float]:
+        steps = [after - before for answer in answers for before, after in pairwise(answer.times)]
+        return {
+            f"{side}first_token_milliseconds": 1e3 * statistics.median(answer.times[0] for answer in answers),
+            f"{side}token_milliseconds": 1e3 * statistics.median(steps),
+        }
+
     return {
-        "equal_first_tokens": sum(
-            a.tokens[0] == b.tokens[0] for a, b in zip(one_by_one, wanted, strict=True)
-        ),
-        "equal_one_by_one": sum(a.tokens == b.tokens for a, b in zip(one_by_one, wanted, strict=True)),
-        "equal_at_once": sum(a.tokens == b.tokens for a, b in zip(at_once, wanted, strict=True)),
-        "first_token_milliseconds": 1e3 * statistics.median(answer.times[0] for answer in one_by_one),
-        "token_milliseconds": 1e3 * statistics.median(steps),
+        "equal_first_tokens": equal(one_by_one, 1),
+        "equal_one_by_one": equal(one_by_one),
+        "equal_at_once": equal(at_once),
+        **medians("", one_by_one),
+        **medians("plain_", wanted),
     }

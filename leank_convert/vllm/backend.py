@@ -99,7 +99,7 @@ class LeanKMetadata:
         lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of padding.
         prompts: Tokens of its prompt `[B]`, int32.
         host_lengths: `lengths`, on the host where vLLM knows them there; one that decodes may have fewer.
-        host_prompts: `prompts` on its way to the host; None with `num_columns`.
+        host_prompts: `prompts`, on the host; None with `num_columns`.
         block_table: The group's pages of every request `[B, n]`, int32.
         slots: Page times page size plus place of every token, -1 of padding `[T]`.
     """
@@ -113,7 +113,7 @@ class LeanKMetadata:
     lengths: torch.Tensor
     prompts: torch.Tensor
     host_lengths: torch.Tensor
-    host_prompts: HostCopy | None
+    host_prompts: list[int] | None
     block_table: torch.Tensor
     slots: torch.Tensor
     _cut: tuple[list[Rows], list[PromptRun]] | None = field(default=None, repr=False)
@@ -157,7 +157,7 @@ class LeanKMetadata:
                 self._cut = cut_step(
                     self.starts.tolist(),
                     self.host_lengths.tolist(),
-                    self.host_prompts.wait(),
+                    self.host_prompts,
                     self.lengths,
                     self.prompts,
                     sizes,
@@ -173,23 +173,6 @@ class LeanKMetadata:
         return (self.slots >= 0).view(-1, self.num_columns or 1)
 
 
-class HostCopy:
-    """Numbers on their way to the host: reading them does not wait for what was launched since."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self._event = None
-        if numbers.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[int]:
-        """Return the numbers."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers.tolist()
-
-
 class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
     """Describes steps; what captured graphs read lies at the same place in every step."""
 
@@ -197,7 +180,10 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        for layer in vllm_config.compilation_config.static_forward_context.values():
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        known = (layer.known_prompts for layer in layers if hasattr(layer, "known_prompts"))
+        self._known_prompts: dict[int, int] = next(known, {})
+        for layer in layers:
             # Both asked for here, that no request waits for their compilation.
             kernels, _ = getattr(layer, "kernels", None), getattr(layer, "page_kernels", None)
             if kernels is not None and kv_cache_spec.block_size % kernels.key.load_tokens:
@@ -223,6 +209,16 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         self._most_columns = self._decode_columns if is_fp8 else MAX_DRAFT
         max_requests = vllm_config.scheduler_config.max_num_seqs
         self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def _prompts_on_host(self, common: CommonAttentionMetadata) -> list[int]:
+        """Tokens of the requests' prompts, without a wait for the device where they are known."""
+        given, requests = common.rswa_prefix_lens, common.req_idx
+        if given is None:
+            return [0] * common.num_reqs
+        if requests is not None and all(place in self._known_prompts for place in requests):
+            return [self._known_prompts[place] for place in requests]
+        found: list[int] = given.tolist()  # on the host in the older runner
+        return found
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -257,8 +253,7 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             lengths=common.seq_lens[:num_requests],
             prompts=prompts,
             host_lengths=known[:num_requests],
-            # Begun here, ahead of the step's own work.
-            host_prompts=None if uniform or self._is_window else HostCopy(prompts),
+            host_prompts=None if uniform or self._is_window else self._prompts_on_host(common),
             block_table=common.block_table_tensor[:num_requests],
             slots=common.slot_mapping[:num_tokens],
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoModel
 from vllm.config import VllmConfig
 from vllm.distributed import (
@@ -81,6 +82,7 @@ class _LeanKForCausalLM:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         finally:
             attention.backend_per_kind, config.model_type = asked, own_type
+        self._vllm_config = vllm_config
         self._config, self._settings, self._num_heads = config, settings, config.num_attention_heads
         self._source = vllm_config.model_config.model, {"revision": vllm_config.model_config.revision}
         self._layers_differ = family.experts or "linear_attention" in family.other_layers
@@ -114,6 +116,22 @@ class _LeanKForCausalLM:
         compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
         self._has_output_bias = modules[0].o_proj.bias is not None
         self._has_gate = getattr(modules[0], "attn_output_gate", False)
+
+    def get_model_state_cls(self) -> type[Any]:
+        """Return what the newer of vLLM's runners keeps of requests, which here notes prompts' lengths, too.
+
+        The runner tells them on the device alone, where reading them waits for the steps before.
+        """
+        from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+        known = self._attentions[0].known_prompts
+
+        class State(resolve_model_state_cls(self._vllm_config, nn.Module())):  # type: ignore[misc]
+            def add_request(self, req_index: int, new_req_data: Any) -> None:
+                super().add_request(req_index, new_req_data)
+                known[req_index] = new_req_data.prompt_len
+
+        return State
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks.

@@ -45,26 +45,10 @@ class PromptRun:
     starts: torch.Tensor  # each one's first token in the run, and one past the last `[n + 1]`, int32
     key_starts: torch.Tensor  # the same of all their tokens, earlier ones among them
     requests: torch.Tensor  # their requests `[n]`, int32
-
-    @cached_property
-    def tokens(self) -> slice:
-        """Their tokens in the step's input."""
-        return slice(self.parts[0].first, self.parts[-1].stop)
-
-    @cached_property
-    def longest(self) -> int:
-        """Most new tokens of one."""
-        return max(part.stop - part.first for part in self.parts)
-
-    @cached_property
-    def longest_keys(self) -> int:
-        """Most tokens of one."""
-        return max(part.num_tokens for part in self.parts)
-
-    @cached_property
-    def num_keys(self) -> int:
-        """Tokens of all."""
-        return sum(part.num_tokens for part in self.parts)
+    tokens: slice  # theirs in the step's input
+    longest: int  # most new tokens of one
+    longest_keys: int  # most tokens of one
+    num_keys: int  # tokens of all
 
 
 @dataclass
@@ -189,10 +173,10 @@ def cut_step(
         column = torch.arange(int(count.max()), dtype=torch.int32).minimum(count[:, None] - 1)
         real = (torch.arange(column.shape[1]) < count[:, None]).flatten().nonzero().to(torch.int32)
         parts += [request, first[:, None] + column, behind[:, None] + (count[:, None] - 1 - column), real]
-    for run in runs:
-        for sizes_of in ([p.stop - p.first for p in run], [p.num_tokens for p in run]):
-            parts.append(torch.tensor([0, *accumulate(sizes_of)], dtype=torch.int32))
-        parts.append(torch.tensor([part.request for part in run], dtype=torch.int32))
+    counts = [([p.stop - p.first for p in run], [p.num_tokens for p in run]) for run in runs]
+    for run, (new, all_tokens) in zip(runs, counts, strict=True):
+        for numbers in ([0, *accumulate(new)], [0, *accumulate(all_tokens)], [p.request for p in run]):
+            parts.append(torch.tensor(numbers, dtype=torch.int32))
     there = torch.cat([part.flatten() for part in parts]).to(lengths.device, non_blocking=True)
     split = iter(there.split([part.numel() for part in parts]))
     made: list[Rows] = []
@@ -204,4 +188,14 @@ def cut_step(
             pruned = pruned_tokens(seen, prompts[request], sizes)
             columns = None if len(real) == tokens.numel() else real.long()
             made.append(Rows(seen, pruned, bool(is_wide), tokens.long(), columns, request))
-    return made, [PromptRun(tuple(run), *(next(split) for _ in range(3))) for run in runs]
+    return made, [
+        PromptRun(
+            tuple(run),
+            *(next(split), next(split), next(split)),
+            slice(run[0].first, run[-1].stop),
+            max(new),
+            max(all_tokens),
+            sum(all_tokens),
+        )
+        for run, (new, all_tokens) in zip(runs, counts, strict=True)
+    ]

@@ -4,6 +4,7 @@ import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,6 +134,7 @@ def batch(queries, lengths, prompts, first_page=1):
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
         rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
+        req_idx=None,
         block_table_tensor=table,
         slot_mapping=torch.tensor(slots),
     )
@@ -248,6 +250,17 @@ def test_what_a_captured_step_reads_of_the_builder_stays_where_it_is():
     assert first.prompts.data_ptr() == second.prompts.data_ptr() and second.prompts.tolist() == [15, 19]
     warming_up = builder.build(0, batch([1, 1, 1], [1, 1, 1], None))
     assert warming_up.num_columns == 1 and len(warming_up.prompts) == 3
+
+
+def test_prompts_lengths_are_not_waited_for_where_the_host_knows_them(monkeypatch):
+    # As the newer runner tells them: on the device, and which of its requests they are of.
+    said, asked = batch([40, 1, 0], [40, 80, 0], [40, 20, 0]), []
+    said.req_idx = np.array([5, 2])
+    builder = make_builder(layers=[SimpleNamespace(known_prompts={2: 20, 5: 40, 7: 9}), SimpleNamespace()])
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor) or [1, 2, 3])
+    assert builder.build(0, said).host_prompts == [40, 20] and not asked
+    said.req_idx = np.array([5, 3])
+    assert builder.build(0, said).host_prompts == [1, 2, 3] and asked == [said.rswa_prefix_lens]
 
 
 def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):

@@ -1,11 +1,14 @@
 """Weights, quantized or not, means of keys and scales go to the ranks that have their heads."""
 
 import hashlib
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -234,6 +237,21 @@ def test_what_heads_have_of_a_tensor_moves_with_them(name, shape, moves):
     if heads.shape[dim] == 8:  # two query heads to each of K and V
         order = torch.stack([2 * order, 2 * order + 1], 1).flatten()
     assert found.equal(heads.index_select(dim, order).flatten(dim, dim + 1))
+
+
+def test_the_newer_runner_notes_prompts_lengths():
+    model_state = pytest.importorskip("vllm.v1.worker.gpu.model_states")
+    config = MagicMock(**{"model_config.is_hybrid": False, "model_config.is_attention_free": False})
+    config.compilation_config.static_forward_context = {}
+    known = {}
+    model = SimpleNamespace(_attentions=[SimpleNamespace(known_prompts=known)], _vllm_config=config)
+    model.get_model_state_cls = partial(_LeanKForCausalLM.get_model_state_cls, model)
+    found = model_state.resolve_model_state_cls(config, model)
+    assert issubclass(found, model_state.resolve_model_state_cls(config, nn.Module()))
+    state = object.__new__(found)
+    state.rope_state = state.prompt_embeds_state = None
+    state.add_request(3, SimpleNamespace(prompt_len=40))
+    assert known == {3: 40}
 
 
 class Stock:
