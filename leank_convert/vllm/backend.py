@@ -181,8 +181,8 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context.values()
-        known = (layer.known_prompts for layer in layers if hasattr(layer, "known_prompts"))
-        self._known_prompts: dict[int, int] = next(known, {})
+        told = (layer.told_prompts for layer in layers if hasattr(layer, "told_prompts"))
+        self._told_prompts: list[int] = next(told, [])
         for layer in layers:
             # Both asked for here, that no request waits for their compilation.
             kernels, _ = getattr(layer, "kernels", None), getattr(layer, "page_kernels", None)
@@ -211,14 +211,11 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
     def _prompts_on_host(self, common: CommonAttentionMetadata) -> list[int]:
-        """Tokens of the requests' prompts, without a wait for the device where they are known."""
-        given, requests = common.rswa_prefix_lens, common.req_idx
-        if given is None:
+        """Tokens of the requests' prompts, without a wait for the device, which is steps behind."""
+        if common.rswa_prefix_lens is None:
             return [0] * common.num_reqs
-        if requests is not None and all(place in self._known_prompts for place in requests):
-            return [self._known_prompts[place] for place in requests]
-        found: list[int] = given.tolist()  # on the host in the older runner
-        return found
+        # The older of vLLM's runners has them on the host.
+        return [*self._told_prompts] or [*common.rswa_prefix_lens.tolist()]
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

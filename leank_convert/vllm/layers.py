@@ -66,7 +66,7 @@ class LeanKAttention(Attention):
         layout: How the channels of the rank's heads are cut.
         start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
-        known_prompts: Of the first layer, prompts' tokens, by places of requests in vLLM's newer runner.
+        told_prompts: Of the first layer, tokens of a step's prompts, where vLLM's newer runner tells them.
         takes_over: Whether another engine reads the prompts.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
@@ -101,7 +101,7 @@ class LeanKAttention(Attention):
             )
         self.sizes = settings.windows
         self.pages = pages
-        self.known_prompts: dict[int, int] = {}
+        self.told_prompts: list[int] = []
         self.takes_over = _has_role(vllm_config, "kv_consumer")
         self.most_keys = vllm_config.model_config.max_model_len
         drafts = vllm_config.speculative_config

@@ -118,18 +118,23 @@ class _LeanKForCausalLM:
         self._has_gate = getattr(modules[0], "attn_output_gate", False)
 
     def get_model_state_cls(self) -> type[Any]:
-        """Return what the newer of vLLM's runners keeps of requests, which here notes prompts' lengths, too.
+        """Return what the newer of vLLM's runners keeps of requests, which here tells prompts' lengths, too.
 
-        The runner tells them on the device alone, where reading them waits for the steps before.
+        The runner has them on the device alone, where reading them waits for the steps before.
         """
         from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
-        known = self._attentions[0].known_prompts
+        lengths: dict[int, int] = {}
+        told = self._attentions[0].told_prompts
 
         class State(resolve_model_state_cls(self._vllm_config, nn.Module())):  # type: ignore[misc]
             def add_request(self, req_index: int, new_req_data: Any) -> None:
                 super().add_request(req_index, new_req_data)
-                known[req_index] = new_req_data.prompt_len
+                lengths[req_index] = new_req_data.prompt_len
+
+            def prepare_attn(self, input_batch: Any, *given: Any, **options: Any) -> Any:
+                told[:] = [lengths.get(place, 0) for place in input_batch.idx_mapping_np.tolist()]
+                return super().prepare_attn(input_batch, *given, **options)
 
         return State
 

@@ -177,7 +177,9 @@ def cut_step(
     for run, (new, all_tokens) in zip(runs, counts, strict=True):
         for numbers in ([0, *accumulate(new)], [0, *accumulate(all_tokens)], [p.request for p in run]):
             parts.append(torch.tensor(numbers, dtype=torch.int32))
-    there = torch.cat([part.flatten() for part in parts]).to(lengths.device, non_blocking=True)
+    here = torch.cat([part.flatten() for part in parts])
+    # A copy of much that is not pinned may wait for the device.
+    there = (here.pin_memory() if lengths.is_cuda else here).to(lengths.device, non_blocking=True)
     split = iter(there.split([part.numel() for part in parts]))
     made: list[Rows] = []
     for is_wide, own in enumerate(rows):

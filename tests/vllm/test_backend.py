@@ -4,7 +4,6 @@ import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -134,7 +133,6 @@ def batch(queries, lengths, prompts, first_page=1):
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
         rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
-        req_idx=None,
         block_table_tensor=table,
         slot_mapping=torch.tensor(slots),
     )
@@ -252,15 +250,15 @@ def test_what_a_captured_step_reads_of_the_builder_stays_where_it_is():
     assert warming_up.num_columns == 1 and len(warming_up.prompts) == 3
 
 
-def test_prompts_lengths_are_not_waited_for_where_the_host_knows_them(monkeypatch):
-    # As the newer runner tells them: on the device, and which of its requests they are of.
-    said, asked = batch([40, 1, 0], [40, 80, 0], [40, 20, 0]), []
-    said.req_idx = np.array([5, 2])
-    builder = make_builder(layers=[SimpleNamespace(known_prompts={2: 20, 5: 40, 7: 9}), SimpleNamespace()])
+def test_prompts_lengths_are_not_waited_for_where_the_host_is_told_them(monkeypatch):
+    said, told, asked = batch([40, 1, 0], [40, 80, 0], [40, 20, 0]), [], []
+    builder = make_builder(layers=[SimpleNamespace(told_prompts=told), SimpleNamespace(told_prompts=[3])])
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor) or [1, 2, 3])
+    told[:] = [40, 20]
     assert builder.build(0, said).host_prompts == [40, 20] and not asked
-    said.req_idx = np.array([5, 3])
+    told.clear()
     assert builder.build(0, said).host_prompts == [1, 2, 3] and asked == [said.rswa_prefix_lens]
+    assert builder.build(0, batch([40, 1], [40, 80], None)).host_prompts == [0, 0]
 
 
 def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):

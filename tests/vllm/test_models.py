@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -239,19 +240,24 @@ def test_what_heads_have_of_a_tensor_moves_with_them(name, shape, moves):
     assert found.equal(heads.index_select(dim, order).flatten(dim, dim + 1))
 
 
-def test_the_newer_runner_notes_prompts_lengths():
-    model_state = pytest.importorskip("vllm.v1.worker.gpu.model_states")
-    config = MagicMock(**{"model_config.is_hybrid": False, "model_config.is_attention_free": False})
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_the_newer_runner_tells_a_step_its_prompts_lengths(is_hybrid, monkeypatch):
+    states = pytest.importorskip("vllm.v1.worker.gpu.model_states")
+    config = MagicMock(**{"model_config.is_hybrid": is_hybrid, "model_config.is_attention_free": False})
     config.compilation_config.static_forward_context = {}
-    known = {}
-    model = SimpleNamespace(_attentions=[SimpleNamespace(known_prompts=known)], _vllm_config=config)
+    stock, told, seen = states.resolve_model_state_cls(config, nn.Module()), [], []
+    assert ("Hybrid" in stock.__name__) == is_hybrid
+    monkeypatch.setattr(stock, "add_request", lambda *given: None)
+    monkeypatch.setattr(stock, "prepare_attn", lambda self, *given, **options: seen.append([*told]))
+    model = SimpleNamespace(_attentions=[SimpleNamespace(told_prompts=told)], _vllm_config=config)
     model.get_model_state_cls = partial(_LeanKForCausalLM.get_model_state_cls, model)
-    found = model_state.resolve_model_state_cls(config, model)
-    assert issubclass(found, model_state.resolve_model_state_cls(config, nn.Module()))
-    state = object.__new__(found)
-    state.rope_state = state.prompt_embeds_state = None
-    state.add_request(3, SimpleNamespace(prompt_len=40))
-    assert known == {3: 40}
+    state = object.__new__(states.resolve_model_state_cls(config, model))
+    assert isinstance(state, stock)
+    for place, length in ((5, 9), (3, 40), (5, 70)):  # the last takes the first one's place
+        state.add_request(place, SimpleNamespace(prompt_len=length))
+    for places in ([3, 5], [5]):
+        state.prepare_attn(SimpleNamespace(idx_mapping_np=np.array(places)), for_capture=False)
+    assert seen == [[40, 70], [70]]
 
 
 class Stock:
