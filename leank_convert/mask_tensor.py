@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from leank_convert.checkpoint_io import ratios_hint
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.safetensors_file import SafetensorsHeader, read_header
 
@@ -29,7 +30,7 @@ def check_file(path: Path) -> None:
     if not path.is_file():
         if path.exists():
             raise LeanKError(f"mask `{path}` is a {'folder' if path.is_dir() else 'device or a pipe'}")
-        raise LeanKError(f"mask `{path}` does not exist")
+        raise LeanKError(f"mask `{path}` does not exist", hint=ratios_hint(path.parent))
     size, most = path.stat().st_size, _MAX_FILE_BYTES
     if size > most and path.suffix == ".safetensors" and "value_basis" in read_header(path).tensors:
         most += _MAX_BASIS_BYTES

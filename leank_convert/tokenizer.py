@@ -43,8 +43,9 @@ def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool 
                 hint="save a tokenizer of one of transformers' own classes into that folder",
             ) from error
         raise LeanKError(
-            f"the tokenizer of `{name or folder}` cannot be loaded: {first_line(error)}",
-            hint="prompts are made with the model's own tokenizer: put its files into that folder",
+            f"the tokenizer of `{name or folder}` cannot be loaded: {first_line(error).rstrip(' :')}",
+            hint="prompts are made with the model's own tokenizer: put its files into that folder; those "
+            "of a checkpoint into the model's, which is then exported again",
         ) from error
 
 

@@ -147,10 +147,10 @@ def check_choices(
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
-    read = ("windows", "mask", "model", "data") if measures else ("windows", "mask", "model")
+    read = ("windows", "mask", *(("model", "data") if measures else ("model.config_overrides",)))
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key.split(".")[0] not in read:
+        if not key.startswith(read):
             known = ", ".join(f"`{name}`" for name in read)
             raise click.UsageError(f"--set {key} has no effect: this export reads {known} alone")
     recipe: Any = recipe_name

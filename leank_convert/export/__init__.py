@@ -264,8 +264,8 @@ def _cannot_export(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKEr
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         needed = decimal(checkpoint.num_data_bytes)
         return LeanKError(
-            f"no space left while writing `{file}`; nothing was left behind, and `{out}` is as it was",
-            hint=f"the checkpoint needs {needed} on top of what lies in `{out}` now",
+            f"no space left while writing `{file}`; nothing of the checkpoint was left behind",
+            hint=f"it needs {needed} on top of what lies in `{out}` now",
         )
     action = "read" if file.is_relative_to(checkpoint.folder) else "write"
     return LeanKError(f"cannot {action} `{file}`: {error.strerror or first_line(error)}")

@@ -121,7 +121,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
     if replaces and not overwrite:
         raise LeanKError(
             f"`{out}` already holds an export",
-            hint="name another folder; `export` and `export-onnx` replace what is there by `--overwrite`",
+            hint="name another folder; `--overwrite` of `export` and `export-onnx` replaces what is there",
         )
     refuse_mistakable(out)
     refuse_edited(out)

@@ -57,8 +57,7 @@ def compare_with_source(
     edits = checks.value("source: tensors", lambda: _compare_headers(checkpoint, original, facts, leank))
     if edits is not None:
         for name, header in original.shards.items():
-            written = checkpoint.shards[name].path
-            holds(f"source: {name}", partial(_compare_shard, header, written, edits))
+            holds(f"source: {name}", partial(_compare_shard, header, checkpoint, edits))
     holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
     if (checkpoint.folder / DIGESTS_NAME).exists():  # else transformers wrote them anew
         holds("source: companions", lambda: _compare_companions(checkpoint.folder, original.folder))
@@ -150,42 +149,42 @@ def _compare_headers(
     added: set[str] = set()
     if leank.get("kv_scales") is not None:
         added.update(name for layer in name_scale_tensors(facts) for name in layer)
-    for name in original.shards.keys() ^ checkpoint.shards.keys():
-        raise LeanKError(f"`{name}` is not a file of both folders")
-    for name, header in original.shards.items():
-        other = checkpoint.shards[name]
-        if difference := sorted((other.tensors.keys() - added) ^ header.tensors.keys()):
-            raise LeanKError(f"`{name}`: tensor `{difference[0]}` is not in both folders' file")
-        for tensor, info in header.tensors.items():
-            found = other.tensors[tensor]
-            if (found.dtype, found.shape) != (info.dtype, info.shape):
-                raise LeanKError(
-                    f"tensor `{tensor}` is {found.dtype} {list(found.shape)}; "
-                    f"its source is {info.dtype} {list(info.shape)}"
-                )
-    num_tensors = sum(len(header.tensors) for header in original.shards.values())
-    return edits, f"{num_tensors} tensors in the same files"
+    # By name: whoever saves a checkpoint anew may deal tensors to files in another way.
+    ours, theirs = (
+        {name: info for header in folder.shards.values() for name, info in header.tensors.items()}
+        for folder in (original, checkpoint)
+    )
+    if difference := sorted((theirs.keys() - added) ^ ours.keys()):
+        raise LeanKError(f"tensor `{difference[0]}` is not in both folders")
+    for name, info in ours.items():
+        found = theirs[name]
+        if (found.dtype, found.shape) != (info.dtype, info.shape):
+            raise LeanKError(
+                f"tensor `{name}` is {found.dtype} {list(found.shape)}; its source is {info.dtype} "
+                f"{list(info.shape)}"
+            )
+    return edits, f"{len(ours)} tensors as the source has them"
 
 
-def _compare_shard(source: SafetensorsHeader, written: Path, edits: Mapping[str, TensorEdit]) -> str:
-    permuted, folded, total = 0, 0, 0
-    with safe_open(source.path, "pt") as ours, safe_open(written, "pt") as others:
-        for name, tensor in source.tensors.items():
-            edit = edits.get(name)
-            try:
-                same = _equal(ours.get_tensor(tensor.stored_name or name), others.get_tensor(name), edit)
-            except SafetensorError as error:  # of a dtype that torch has not
-                raise LeanKError(f"tensor `{name}` cannot be compared: {first_line(error)}") from error
-            if not same:
-                claim = "is not the permutation of" if edit else "differs from"
-                if edit and edit.bases:
-                    claim = "is not the fold of the mask's basis of V into"
-                raise LeanKError(f"tensor `{name}` {claim} its source")
-            permuted += edit is not None
-            folded += edit is not None and edit.bases is not None
-            total += 1
+def _compare_shard(source: SafetensorsHeader, written: Checkpoint, edits: Mapping[str, TensorEdit]) -> str:
+    permuted, folded = 0, 0
+    ours: Any = safe_open(source.path, "pt")
+    others: dict[str, Any] = {name: safe_open(header.path, "pt") for name, header in written.shards.items()}
+    for name, tensor in source.tensors.items():
+        edit, holder = edits.get(name), others[str(written.shard_of(name))]
+        try:
+            same = _equal(ours.get_tensor(tensor.stored_name or name), holder.get_tensor(name), edit)
+        except SafetensorError as error:  # of a dtype that torch has not
+            raise LeanKError(f"tensor `{name}` cannot be compared: {first_line(error)}") from error
+        if not same:
+            claim = "is not the permutation of" if edit else "differs from"
+            if edit and edit.bases:
+                claim = "is not the fold of the mask's basis of V into"
+            raise LeanKError(f"tensor `{name}` {claim} its source")
+        permuted += edit is not None
+        folded += edit is not None and edit.bases is not None
     of_them = f", a basis of V folded into {folded} of them" if folded else ""
-    return f"{permuted} tensors permuted{of_them}, {total - permuted} byte for byte the same"
+    return f"{permuted} tensors permuted{of_them}, {len(source.tensors) - permuted} byte for byte the same"
 
 
 def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:

@@ -146,8 +146,9 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
     printed = done("train", "testbed", "-o", out, *options, *ratios, *SHORT)
     folders = [out / "ratio-0.5", out / "ratio-0.75"]
     assert printed == "".join(f"{folder}\n" for folder in folders)
-    for command in ("inspect", "analyze", "evaluate"):
-        assert f"name `{folders[0]}` or `{folders[1]}`" in rejected(command, out)
+    exporting = ("export", "testbed", "-o", tmp_path / "new", "--mask")
+    for command in (("inspect",), ("analyze",), ("evaluate",), exporting):
+        assert f"name `{folders[0]}` or `{folders[1]}`" in rejected(*command, out)
     for folder, ratio in zip(folders, (0.5, 0.75), strict=True):
         told = done("verify", folder, "--source", "testbed")
         assert "cache scales: 8 tensors, of " in told

@@ -40,6 +40,7 @@ REFUSED = {
     "export ./unknown -o OUT": "model folder `./unknown` does not exist",
     f"{EXPORT} --mask m.npy": "exclude each other",
     f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: this export reads",
+    f"{EXPORT} --set model.dtype=float16": "--set model.dtype has no effect: this export reads",
     f"{EXPORT} --force --key-mean": "--force goes with --kv-dtype, whose cache is tried",
     f"{EXPORT} --device cpu": "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio",
     "recipes quickstart --keys": "`--keys` goes without a recipe's name",
