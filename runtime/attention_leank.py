@@ -34,6 +34,12 @@ class AttentionHandle:
     key: torch.Tensor  # new keys, after rotary embedding `[B, H_kv, Q, D]`
     value: torch.Tensor  # new values `[B, H_kv, Q, D]`
 
+    def __getattr__(self, name: str) -> Any:
+        """Tell a model that is not pruned, which takes this for a tensor, what it was given."""
+        raise AttributeError(
+            f"no `{name}`: a LeanK cache serves pruned models alone; leave `cache` and `past_key_values` out"
+        )
+
     # torch.compile runs this as it is: what it does depends on counters that change with every token.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -63,16 +69,8 @@ class AttentionHandle:
             keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
             if attention_mask is not None:
                 attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
-            dense, _ = _attend_densely(
-                module,
-                query[:, :, :prompt],
-                keys,
-                values,
-                attention_mask,
-                s_aux=s_aux,
-                scaling=scaling,
-                **kwargs,
-            )
+            kwargs |= {"scaling": scaling, "s_aux": s_aux}
+            dense, _ = _attend_densely(module, query[:, :, :prompt], keys, values, attention_mask, **kwargs)
             outputs.append(dense)
             del keys, values
         if step.split is not None:

@@ -36,6 +36,9 @@ def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture,
         assert tokens(model) == expected
         with pytest.raises(ValueError, match="save it behind the `with` block"):
             model.save_pretrained(checkpoint.folder / "saved")
+        cache = model.build_cache()
+    with pytest.raises(AttributeError, match="a LeanK cache serves pruned models alone"):
+        tokens(model, cache=cache)
     assert type(model).__name__ == row.causal_lm_class
     assert model.config.to_dict() == config
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

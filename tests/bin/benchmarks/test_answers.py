@@ -17,7 +17,7 @@ def test_answers_are_held_to_those_of_a_plain_server(monkeypatch):
         yield plain if gpu == 0 else other
 
     def ask(server, prompt):
-        return answers._Answer(server[prompt[0]], [0.5, 0.75], None)
+        return answers._Answer(server[prompt[0]], [1.5, 1.75] if server is plain else [0.5, 1], None)
 
     monkeypatch.setattr(answers, "_asker", lambda server, new: partial(ask, server))
     found = answers._compare(start, ["--shared"], [[1], [2], [3]], 2, ["--own"])
@@ -27,5 +27,7 @@ def test_answers_are_held_to_those_of_a_plain_server(monkeypatch):
         "equal_one_by_one": 1,
         "equal_at_once": 1,
         "first_token_milliseconds": 500,
-        "token_milliseconds": 250,
+        "token_milliseconds": 500,
+        "plain_first_token_milliseconds": 1500,
+        "plain_token_milliseconds": 250,
     }
