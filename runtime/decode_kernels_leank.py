@@ -173,6 +173,7 @@ class DecodeKernels:
         sink_size: int,
         softmax_scale: float,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to what is stored, the columns' own tokens among it.
 
@@ -189,6 +190,7 @@ class DecodeKernels:
             sink_size: Tokens at the front that are never pruned.
             softmax_scale: Factor on the logits.
             sinks: Logits of the heads' attention sinks `[H]`, where there are some.
+            out: What is written and returned, contiguous; None for new memory.
 
         Returns:
             `[B, H, d, D]`; columns of padding hold numbers without meaning.
@@ -202,7 +204,7 @@ class DecodeKernels:
         num_launches = -(-num_columns // (num_queries // self.key.num_groups))
         at_once = -(-num_columns // num_launches)
         query = query.contiguous()
-        output = torch.empty_like(query)
+        output = torch.empty_like(query) if out is None else out
         # An earlier attention with this plan was launched behind it, and all that is launched from then on
         # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
         early = self._plan is not None and self._plan() is plan

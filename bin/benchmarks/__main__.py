@@ -26,9 +26,10 @@ _GEOMETRY = click.option(
     help=f"Model shape. Default: the mask's if there is one, else Llama's; `{TOY}` tests the command.",
 )
 _DEVICE = click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command.")
+_DTYPES = ["bfloat16", "float16", "float32"]
 _DTYPE = click.option(
     "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
+    type=click.Choice(_DTYPES),
     default="bfloat16",
     show_default=True,
     help="Of weights, keys and values.",
@@ -242,6 +243,11 @@ _add(
 @benchmark.command("answers")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @_DEVICE
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    help="Of all servers. Default: the checkpoint's; float32 rounds least.",
+)
 @click.option(
     "--options", default="", metavar="TEXT", help="Of `vllm serve`, of the server that is compared."
 )

@@ -65,6 +65,7 @@ def benchmark_answers(
     checkpoint: Path,
     *,
     device: str | None,
+    dtype: str | None,
     options: str,
     hand_over: bool,
     prompts: int,
@@ -76,7 +77,7 @@ def benchmark_answers(
     """Ask so many `prompts`, of a quarter of `longest` tokens to all of them, for `new` tokens each.
 
     `options` are vLLM's, of the server that is compared, or of both that hand over. The cache of each takes
-    `memory` GB.
+    `memory` GB. `dtype` is that of weights and activations, of all; None for the checkpoint's.
     """
     for package in ("vllm", *(["nixl"] if hand_over else [])):
         if importlib.util.find_spec(package) is None:
@@ -97,10 +98,12 @@ def benchmark_answers(
         f"--max-model-len={longest + new}",
         "--no-enable-prefix-caching",
         "--gpu-memory-utilization=0.4",  # has to be free at the start, so two servers fit one GPU
+        *([f"--dtype={dtype}"] if dtype else []),
     ]
     dense = ["--hf-overrides", json.dumps({"architectures": [facts.architecture.causal_lm_class]})]
     lengths = [longest // 4 + (longest - longest // 4) * (n + 1) // prompts for n in range(prompts)]
     asked = _draw_prompts(checkpoint, lengths)
+    title = f"answers to prompts of {lengths[0]:,} to {longest:,} tokens, {new} new ones"
     sides = {}
     for name in ("leank", *named):
         given = [*shared, *(dense if name == "dense" else [])]
@@ -113,8 +116,7 @@ def benchmark_answers(
                 logs = [line for log in Path(folder).glob("*.log") for line in read_log(log)]
                 said = next((line for line in reversed(logs) if "Error" in line), None)
                 raise LeanKError(f"{name}: {first_line(error)}", said, exit_code=1) from error
-    title = f"answers to prompts of {lengths[0]:,} to {longest:,} tokens, {new} new ones"
-    report.table(title, _COLUMNS, sides.items(), _NOTES)
+        report.table(title, _COLUMNS, sides.items(), _NOTES)  # again with each side, lest one is lost
     return report.document("answers", ok=True, lengths=lengths, new=new, sides=sides)
 
 

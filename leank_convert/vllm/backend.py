@@ -377,10 +377,12 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             view = rows.view(store, sink_size, step.max_length)
             attended = decode_attention(queries, store, view, layout=layer.layout, **given)
         else:
-            plan = rows.plan(kernels, sink_size)
-            attended = kernels.attend(
-                queries, store, rows.seen, rows.pruned, plan, sink_size=sink_size, **given
-            )
+            # One column of each request lies as the output does, so kernels write there.
+            out = output[: step.num_tokens, :, None] if in_order and queries.shape[2] == 1 else None
+            tokens = rows.seen, rows.pruned, rows.plan(kernels, sink_size)
+            attended = kernels.attend(queries, store, *tokens, sink_size=sink_size, out=out, **given)
+            if out is not None:
+                return
         columns = attended.transpose(1, 2).flatten(0, 1)
         if in_order:
             output[: step.num_tokens] = columns

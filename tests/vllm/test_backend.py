@@ -42,10 +42,12 @@ class Kernels:
         new = (states.transpose(1, 2)[rows, columns] for states in (keys, values))
         append_by_slot(*new, store, LAYOUT, *slots)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, **options):
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, out, **options):
         assert plan.equal(plan_tiles(seen, pruned, sink_size))
         view = view_tables(store, seen, pruned, sink_size, 96)
-        return decode_attention(query, store, view, layout=LAYOUT, **options)
+        attended = decode_attention(query, store, view, layout=LAYOUT, **options)
+        assert out is None or out.is_contiguous()
+        return attended if out is None else out.copy_(attended)
 
 
 class PageKernels:

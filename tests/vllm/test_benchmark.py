@@ -37,8 +37,8 @@ def test_all_sides_are_measured_on_as_much_memory():
 
 
 def test_two_servers_that_hand_over_answer_as_one(shipped):
-    options = "--device cpu --hand-over --prompts 1 --longest 500 --new 6 --memory 0.05 --peers none"
-    vllms = ("--options", "--dtype float32 --block-size 32")
+    options = "--device cpu --dtype float32 --hand-over --prompts 1 --longest 500 --new 6 --memory 0.05"
+    vllms = ("--peers", "none", "--options", "--block-size 32")
     done = run_python("-m", "bin.benchmarks", "answers", str(shipped), *options.split(), *vllms, timeout=600)
     side = json.loads(done.stdout.splitlines()[-1])["sides"]["leank"]
     assert side["equal_first_tokens"] == side["equal_one_by_one"] == side["equal_at_once"] == 1
