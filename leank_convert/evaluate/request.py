@@ -79,6 +79,9 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     for name, least in (("num_samples", 1), ("batch_size", 1), ("seed", 0)):
         if getattr(request, name) is not None:
             asked.whole_number(name, least, 2**63 - 1)
+    for name in ("tasks", "lengths", "also"):
+        if isinstance(getattr(request, name), str):  # whose letters would be taken one by one
+            raise asked.refused(name, "not a list")
     published = next((task for task in request.tasks if task in _PUBLISHED), None)
     source = published or (RULER if request.tasks else HELD_OUT)
     for message, hint in _contradictions(request, source):

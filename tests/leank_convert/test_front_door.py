@@ -56,6 +56,7 @@ def test_importing_the_package_loads_no_library():
             {"num_samples": 0},
             "`num_samples` is 0, not a whole number from 1",
         ),
+        ("evaluate_checkpoint", ["absent"], {"also": "fp8"}, "`also` is 'fp8', not a list"),
         ("evaluate_checkpoint", ["absent"], {"also": ["windows"]}, "`windows`: no variant to compare with"),
         ("export_onnx", ["testbed", None, "out"], {"dtype": "bfloat16"}, "not one of float32, float16"),
     ],
