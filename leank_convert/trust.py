@@ -19,6 +19,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.runtime_files import auto_map, needed_parts, read_runtime_files
+from leank_convert.fields import Fields
 from leank_convert.files import read_json, sha256_of
 
 _HINT = "look at what it is; pass `--trust` to let it run"
@@ -37,7 +38,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
         LeanKError: If anything else could run; names the file.
         OSError: If a folder in it cannot be listed.
     """
-    if trust:
+    if Fields({"trust": trust}, "evaluation").flag("trust"):
         return
     config, leank = read_leank_config(folder)
     architecture = read_leank_facts(config, folder).architecture

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import KV_DTYPES, read_settings
+from .configuration_leank import KV_DTYPES, LeanKSettings, read_settings
 from .constants_leank import Constants
 from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
@@ -126,10 +126,15 @@ class LeanKCache(Cache):
             raise ValueError(f"`prefill_length` is {value}, a prompt has at least one token")
         self.rows.prefill_length = value
 
-    def is_made_of(self, channel_masks: Sequence[torch.Tensor]) -> bool:
-        """Return whether these, each `[H_kv, D]`, are the model's masks that it was built with."""
-        own = [layer.model_mask[0] for layer in self.pruned_layers]
-        return len(own) == len(channel_masks) and all(map(torch.equal, own, channel_masks))
+    def is_made_for(self, settings: LeanKSettings, is_centred: bool) -> bool:
+        """Return whether it was built for a model of these channels of K and V, its keys centred or not."""
+        layers, masks = self.pruned_layers, settings.channel_masks
+        layouts = cut_layers(settings.widths, settings.value_widths, settings.head_dim)
+        return (
+            [layer.model_layout for layer in layers] == list(layouts)
+            and all(torch.equal(own.model_mask[0], mask) for own, mask in zip(layers, masks, strict=True))
+            and all((own.model_constants.key_mean is not None) == is_centred for own in layers)
+        )
 
     def reserve(self, num_columns: int) -> None:
         """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.

@@ -21,7 +21,7 @@ class GenerateMixin:
     """What a LeanK model with a head adds to `generate`."""
 
     build_cache: Callable[..., LeanKCache]
-    _checked_cache: Callable[[object], LeanKCache]
+    _checked_cache: Callable[..., LeanKCache]
 
     def generate(
         self,
@@ -74,7 +74,7 @@ class GenerateMixin:
             chosen = {name: defaults[name] if value is None else value for name, value in given.items()}
             cache = self.build_cache(**chosen)
         else:
-            self._checked_cache(cache)
+            self._checked_cache(cache, is_filled=True)
             for name, value in given.items():
                 if value is not None:
                     setattr(cache, name, value)

@@ -47,7 +47,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.model_constants = model_constants  # what a rounded cache lacks of them, every row's prompt gives
         self.value_basis = value_basis  # what V is rotated into as it is stored `[H_kv, D, D]`; or None
         self.model_mask = channel_mask[None]  # channels that the model keeps `[1, H_kv, D]`, bool, on the CPU
-        self._model_layout = layout
+        self.model_layout = layout
         self.reset()
 
     def reset(self) -> None:
@@ -55,7 +55,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = False
         self.num_columns = 0  # seen, padding included
         self.channel_mask = self.model_mask  # channels that this cache keeps `[1 or B, H_kv, D]`
-        self.layout = self._model_layout
+        self.layout = self.model_layout
         # Whole K and V, each `[B, H_kv, S, D]`, until they are split; the store from then on.
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.store: ChunkStore | None = None
@@ -96,14 +96,14 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "must have one width in every row"
             )
         self.channel_mask = mask
-        kept, values = tuple(widths[0].tolist()), self._model_layout.value_widths
+        kept, values = tuple(widths[0].tolist()), self.model_layout.value_widths
         if values is not None:
-            head_dim, model_widths = self.layout.head_dim, self._model_layout.widths
+            head_dim, model_widths = self.layout.head_dim, self.model_layout.widths
             values = tuple(
                 (width if own and prune_values else head_dim) if new else 0
                 for width, own, new in zip(values, model_widths, kept, strict=True)
             )
-        self.layout = replace(self._model_layout, widths=kept, value_widths=values)
+        self.layout = replace(self.model_layout, widths=kept, value_widths=values)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

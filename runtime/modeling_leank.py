@@ -267,17 +267,21 @@ class LeanKMixin:
             cache.rows.padding = attention_mask.to(torch.bool, copy=True)  # the caller's may change
         return output
 
-    def _checked_cache(self, given: object) -> LeanKCache:
-        """Return what was given as a cache if this model can go on with it, else raise a ValueError."""
+    def _checked_cache(self, given: object, *, is_filled: bool = False) -> LeanKCache:
+        """Return what was given as a cache if this model can go on with it, else raise a ValueError.
+
+        One that holds tokens is looked at with `is_filled` alone.
+        """
         # Not isinstance: the cache may come from another copy of these files.
         if hasattr(given, "prefill_length"):
             cache: LeanKCache = given  # type: ignore[assignment]
             # Only once: in every step it would cost more than the step's other work on the host.
-            masks = () if cache.get_seq_length() else read_settings(self.config).channel_masks.unbind()
-            if masks and not cache.is_made_of(masks):
+            is_checked = is_filled or not cache.get_seq_length()
+            is_centred = self.key_means is not None
+            if is_checked and not cache.is_made_for(read_settings(self.config), is_centred):
                 raise ValueError(
-                    "the cache was built for a model that keeps other channels; build one with this "
-                    "model's `model.build_cache()`"
+                    "the cache was built for a model that keeps other channels, or centres keys otherwise; "
+                    "build one with this model's `model.build_cache()`"
                 )
             return cache
         # An empty dense cache is refused too: its owner would go on with it, and it would stay empty.

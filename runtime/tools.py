@@ -99,7 +99,8 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
             state = "is pruned" if cache.rows.is_split else "holds input that is not pruned yet"
             other = "is" if caches[0].rows.is_split else "is not"
             raise ValueError(f"cache {index} {state}, cache 0 {other}; concatenate caches of one kind")
-        if not cache.is_made_of(masks):
+        own = [layer.model_mask[0] for layer in cache.pruned_layers]
+        if len(own) != len(masks) or not all(map(torch.equal, own, masks)):
             raise ValueError(f"cache {index} is of a model that keeps other channels than that of cache 0")
         place = _place_of(cache)
         if place != expected:

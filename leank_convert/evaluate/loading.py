@@ -31,6 +31,8 @@ from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import read_block
 from leank_convert.prune import MaskSource, apply_mask, find_mask
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import find_recipe
 from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -60,11 +62,17 @@ class EvaluatedModel:
 
 
 def load_evaluated(
-    checkpoint: Path, device: torch.device, *, mask: MaskSource = None, trust: bool = False
+    checkpoint: Path,
+    device: torch.device,
+    *,
+    mask: MaskSource = None,
+    recipe: Recipe | str | Path | None = None,
+    trust: bool = False,
 ) -> EvaluatedModel:
     """Load a checkpoint, and its dense twin on the same memory; `trust` runs whatever code it holds.
 
-    With `mask`, `checkpoint` is a model, which is pruned in memory.
+    With `mask`, `checkpoint` is a model, which is pruned in memory. A mask that does not say its windows gets
+    those of the recipe, or else of the model's packaged one, as `export` does it.
 
     Raises:
         LeanKError: If it is no LeanK checkpoint, holds other code than a release's, a shard of it is damaged,
@@ -87,12 +95,14 @@ def load_evaluated(
                 hint="leave the mask out, or name the original model",
             )
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
-        find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        mask, _ = find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        known = None if mask.provenance else find_recipe(recipe, checkpoint)
         tokenizer = load_tokenizer(folder, checkpoint)
     model = load_model(folder, device, trust_remote_code=mask is None)
     dense = _as_stock(model, facts.architecture)
     if mask is not None:
-        apply_mask(model, mask)
+        stated = {} if known is None else known.windows.model_dump(exclude_unset=True)
+        apply_mask(model, mask, **stated)
     settings = read_settings(model.config)
     windows = Windows(**vars(settings.windows))
     masks = settings.channel_masks

@@ -79,9 +79,10 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     for name, least in (("num_samples", 1), ("batch_size", 1), ("seed", 0)):
         if getattr(request, name) is not None:
             asked.whole_number(name, least, 2**63 - 1)
-    for name in ("tasks", "lengths", "also"):
-        if isinstance(getattr(request, name), str):  # whose letters would be taken one by one
-            raise asked.refused(name, "not a list")
+    for name, kind in (("overrides", str), ("tasks", str), ("lengths", int), ("also", str)):
+        value = getattr(request, name)
+        if value is not None and (isinstance(value, str) or any(type(entry) is not kind for entry in value)):
+            raise asked.refused(name, f"not a list of {'texts' if kind is str else 'whole numbers'}")
     published = next((task for task in request.tasks if task in _PUBLISHED), None)
     source = published or (RULER if request.tasks else HELD_OUT)
     for message, hint in _contradictions(request, source):

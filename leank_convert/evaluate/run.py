@@ -44,7 +44,9 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
     request = evaluation.request
     checkpoint, out = request.checkpoint, request.out
     device = choose_device(request.device)
-    evaluated = load_evaluated(checkpoint, device, mask=request.mask, trust=request.trust)
+    evaluated = load_evaluated(
+        checkpoint, device, mask=request.mask, recipe=request.recipe, trust=request.trust
+    )
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     prompts = _draw(evaluation, evaluated)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)

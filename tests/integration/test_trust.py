@@ -12,7 +12,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from tests.checks import edit_json, run
+from tests.checks import edit_json, refusal, run
 
 CPU = torch.device("cpu")
 
@@ -113,6 +113,9 @@ def test_other_commands_run_nothing_of_it(
 
 def test_trusted_code_runs_and_none_of_it_once_the_files_are_a_releases(plant, marker, checkpoint):
     folder = plant("runtime", "custom_generate")
+    with refusal("`trust` is 'no', neither true nor false"):
+        load_evaluated(folder, CPU, trust="no")
+    assert not marker.exists()
     load_evaluated(folder, CPU, trust=True)
     assert marker.exists()
     marker.unlink()

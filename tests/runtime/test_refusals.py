@@ -118,10 +118,21 @@ def test_an_empty_cache_of_another_model_is_refused(model_pair):
         other = model_pair(masks).leank
         for call in (mine, mine.generate):
             with pytest.raises(
-                ValueError, match=r"a model that keeps other channels; .*`model.build_cache\(\)`"
+                ValueError, match=r"a model that keeps other channels, .*`model.build_cache\(\)`"
             ):
                 call(one_row(), cache=other.build_cache())
     mine.generate(one_row(), cache=copy.deepcopy(mine).build_cache(), **GREEDY)
+
+
+def test_a_cache_of_another_v_or_mean_or_with_anothers_tokens_is_refused(model_pair):
+    mine = model_pair([[0, 4], [4, 8]]).leank
+    less_v, centred = copy.deepcopy(mine), copy.deepcopy(mine)
+    less_v.config.leank = {**mine.config.leank, "value_widths": [[0, 8], [8, 8]]}
+    centred.key_means = [torch.ones(1, 2, 16)] * 2
+    filled = feed(model_pair([[0, 4], [8, 4]]).leank, one_row())[CACHE]
+    for cache in (less_v.build_cache(), centred.build_cache(), filled):
+        with pytest.raises(ValueError, match="keeps other channels, or centres keys otherwise"):
+            mine.generate(one_row(30), cache=cache, **GREEDY)
 
 
 def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):

@@ -1,12 +1,17 @@
 """A checkpoint and its dense twin, and what a rounded cache costs: worked out apart."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from leank_convert import load_mask, load_recipe
 from leank_convert.data import SampleSource
 from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.evaluate.rounding import NUM_PROMPTS, answer_rounded
+from leank_convert.mask import resolve_mask
 from tests.checks import edit_json, refusal
 
 
@@ -31,6 +36,13 @@ def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model)
     edit_json(source / file, **keys)
     with refusal(f"`{source}` cannot be loaded: "):
         load_model(source, torch.device("cpu"), trust_remote_code=True)
+
+
+def test_a_mask_without_windows_gets_those_that_export_gives_it():
+    mask = replace(load_mask(resolve_mask("testbed-70")), provenance=None)
+    for recipe, expected in ((None, (16, 64, 16)), (load_recipe("smollm2-135m-instruct"), (64, 256, 32))):
+        found = load_evaluated(Path("testbed"), torch.device("cpu"), mask=mask, recipe=recipe).windows
+        assert (found.sink_size, found.recent_size, found.flush_size) == expected
 
 
 @pytest.mark.parametrize("keys", [{"text_config": {}}, {"text_config": "x"}], ids=str)
