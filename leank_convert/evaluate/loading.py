@@ -95,8 +95,8 @@ def load_evaluated(
                 hint="leave the mask out, or name the original model",
             )
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
-        mask, _ = find_mask(mask, str(checkpoint))  # refused before weights are loaded
-        known = None if mask.provenance else find_recipe(recipe, checkpoint)
+        found, _ = find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        known = None if found.provenance else find_recipe(recipe, checkpoint)
         tokenizer = load_tokenizer(folder, checkpoint)
     model = load_model(folder, device, trust_remote_code=mask is None)
     dense = _as_stock(model, facts.architecture)

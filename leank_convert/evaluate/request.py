@@ -81,7 +81,8 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
             asked.whole_number(name, least, 2**63 - 1)
     for name, kind in (("overrides", str), ("tasks", str), ("lengths", int), ("also", str)):
         value = getattr(request, name)
-        if value is not None and (isinstance(value, str) or any(type(entry) is not kind for entry in value)):
+        fits = isinstance(value, Sequence) and not isinstance(value, str)
+        if value is not None and not (fits and all(type(entry) is kind for entry in value)):
             raise asked.refused(name, f"not a list of {'texts' if kind is str else 'whole numbers'}")
     published = next((task for task in request.tasks if task in _PUBLISHED), None)
     source = published or (RULER if request.tasks else HELD_OUT)

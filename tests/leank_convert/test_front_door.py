@@ -57,13 +57,9 @@ def test_importing_the_package_loads_no_library():
             "`num_samples` is 0, not a whole number from 1",
         ),
         ("evaluate_checkpoint", ["absent"], {"also": "fp8"}, "`also` is 'fp8', not a list of texts"),
-        (
-            "evaluate_checkpoint",
-            ["absent"],
-            {"lengths": ["500"]},
-            r"`lengths` is \['500'\], not a list of whole",
-        ),
+        ("evaluate_checkpoint", ["absent"], {"lengths": ["500"]}, r"\['500'\], not a list of whole numbers"),
         ("evaluate_checkpoint", ["absent"], {"also": ["windows"]}, "`windows`: no variant to compare with"),
+        ("evaluate_checkpoint", ["absent"], {"lengths": 500}, "`lengths` is 500, not a list of whole"),
         ("export_onnx", ["testbed", None, "out"], {"dtype": "bfloat16"}, "not one of float32, float16"),
     ],
 )
