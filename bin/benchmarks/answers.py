@@ -148,7 +148,7 @@ def _start(
     nixl = {"kv_connector": "NixlConnector", "kv_role": role}
     if is_cpu:
         options, nixl["kv_buffer_device"] = [*options, "--enforce-eager"], "cpu"
-        environment |= {"UCX_TLS": "tcp,self,sm", "VLLM_CPU_OMP_THREADS_BIND": str(gpu or 0)}
+        environment |= {"UCX_TLS": "tcp,self,sm", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if role:
         options = [*options, "--kv-transfer-config", json.dumps(nixl)]
         # Below the ports that the system gives by chance, so that nobody takes it before the server does.

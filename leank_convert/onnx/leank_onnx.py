@@ -113,7 +113,7 @@ class LeanKOnnx:
         Raises:
             LeanKOnnxError: If the model has no chat template, it fails, or jinja2 is not installed.
         """
-        require(not isinstance(messages, str), "messages is a string: pass a list of role and content")
+        require(isinstance(messages, list | tuple), "messages is no list: pass one of role and content")
         template = self.chat_template
         if template is None:
             raise LeanKOnnxError(f"`{self.folder}` has no chat template: pass plain text, or tokens")
@@ -160,7 +160,7 @@ class LeanKOnnx:
         Raises:
             LeanKOnnxError: If it is no list, or a token is none of the vocabulary.
         """
-        require(not isinstance(prompts, str), "prompts is a string: pass a list of them")
+        require(not isinstance(prompts, str | dict), "prompts is no list: pass a list of them")
         rows, size = [], self.description.vocab_size
         given: Sequence[str | TokenIds] = prompts
         for number, prompt in enumerate(given):

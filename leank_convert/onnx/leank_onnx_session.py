@@ -176,7 +176,8 @@ class Session:
         Raises:
             LeanKOnnxError: If an argument cannot be.
         """
-        require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: pass 1 or more")
+        is_count = max_new_tokens >= 1 and max_new_tokens % 1 == 0
+        require(is_count, f"max_new_tokens is {max_new_tokens}: pass 1, 2 or more")
         pick = _picker(do_sample, temperature, top_p, seed)
         logits = self.feed(rows, prompt_chunk=prompt_chunk)
         ended = self.model.description.eos_token_ids

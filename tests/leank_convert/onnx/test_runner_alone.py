@@ -176,7 +176,9 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
         ([[5, 6]], {"do_sample": True, "temperature": 0.0}, "temperature is 0.0: pass more than 0"),
         ([], {}, "prompts is empty"),
         ([[5], []], {}, r"prompts\[1\] is empty"),
-        ("w1", {}, "prompts is a string"),
+        ("w1", {}, "prompts is no list"),
+        ({"w1": 5}, {}, "prompts is no list"),
+        ([[5]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5: pass 1, 2 or more"),
         (["w1 \udcff"], {}, r"the text is not UTF-8: '\\udcff' at character 3"),
         ([[5, 64]], {}, r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
         ([[5], [6.5]], {}, r"prompts\[1\] is \[6.5\]: pass"),
@@ -191,8 +193,9 @@ def test_arguments_that_cannot_be_are_refused_before_a_prompt_is_read(prompts, o
 
 def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(exported):
     model = exported().load()
-    with pytest.raises(LeanKOnnxError, match="messages is a string: pass a list"):
-        model.encode_chat("w0")
+    for messages in ("w0", {"role": "user", "content": "w0"}):
+        with pytest.raises(LeanKOnnxError, match="messages is no list: pass one of role"):
+            model.encode_chat(messages)
     session = model.start()
     session.feed([[5, 6], [7]])
     for turn, message in (
