@@ -59,7 +59,7 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
     names = [variant.name for variant in variants]
     # Of two that ask the same prompts, each would miss what the other has answered.
     with nullcontext() if out is None else locked(out / LOCK_NAME, f"another evaluation writes to `{out}`"):
-        log = AnswerLog(out, {} if out is None else _identify(request, opponent))
+        log = AnswerLog(out, {} if out is None else _identify(request, opponent) | evaluated.windows.sizes)
         longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
         cache, used = _measure(evaluated, longest, variants)
         num_answers = len(prompts) * (len(names) + (opponent is not None))
@@ -150,23 +150,23 @@ def _identify(request: EvaluationRequest, opponent: Path | None) -> dict[str, st
 
 
 def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpoint: Path) -> int:
-    """How many prompts are so short that nothing of them is pruned; refuses where all are."""
+    """How many prompts are so short that nothing of them or an answer is pruned; refuses where all are."""
     windows = evaluated.windows
     whole_size = windows.sink_size + windows.recent_size
-    lengths = [len(prompt.input_ids) for prompt in prompts]
-    num_whole = sum(length <= whole_size for length in lengths)
+    sizes = [(len(prompt.input_ids), len(prompt.input_ids) + prompt.max_new_tokens) for prompt in prompts]
+    num_whole: int = sum(read <= whole_size and ends <= windows.total for read, ends in sizes)
     if num_whole == len(prompts):
         raise LeanKError(
-            f"nothing of any prompt would be pruned: the longest has {max(lengths)} tokens, `{checkpoint}` "
+            f"nothing of any prompt would be pruned: the longest has {max(sizes)[0]} tokens, `{checkpoint}` "
             f"keeps the first {windows.sink_size} and the last {windows.recent_size} whole",
             hint="take longer prompts, or export with a smaller `--recent-size`",
         )
     if num_whole:
         _logger.warning(
-            "%d of %d prompts have at most %d tokens, of which nothing is pruned",
+            "%d of %d prompts have at most %d tokens, and nothing of them and their answers is pruned",
             num_whole,
             len(prompts),
             whole_size,
         )
-    warn_of_positions(evaluated, max(len(prompt.input_ids) + prompt.max_new_tokens for prompt in prompts))
+    warn_of_positions(evaluated, max(ends for _, ends in sizes))
     return num_whole

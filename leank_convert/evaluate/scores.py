@@ -23,9 +23,9 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _COMMENTS = ("`", "#", "//")
 # Where a final number may stand, the surest first, and whether its first or its last mention counts.
 _FINAL_NUMBERS = (
-    (re.compile(r"(?:answer|solution):[\s*$]*(-?\d+)\b", re.IGNORECASE), 0),
+    (re.compile(r"(?:answer|solution)\**:[\s*$\\(]*(-?\d+)\b(?!\.\d)", re.IGNORECASE), 0),
     (re.compile(r"boxed\{\s*(-?\d+)\s*\}"), -1),
-    (re.compile(r"\bis[\s*$]+(-?\d+)\b", re.IGNORECASE), -1),
+    (re.compile(r"\bis:?[\s*$\\(]+(-?\d+)\b(?!\.\d)", re.IGNORECASE), -1),
 )
 
 

@@ -126,7 +126,8 @@ class ThinK:
             cache.pruned_layers, prefill.queries, keys_of_layers, widths, strict=True
         ):
             window = queries[:, :, -self.query_window :]
-            layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))
+            chosen = choose_channels(window, keys, prefill.attention_mask, kept)
+            layer.set_channel_mask(chosen, prune_values=isinstance(self.budget, Tensor))  # ThinK's V is whole
         return prefill.model, cache
 
 

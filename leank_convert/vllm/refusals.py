@@ -69,9 +69,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         if has_drafter(vllm_config):
             why = "only the last stage has the model that drafts, so its pages would lie otherwise"
         yield f"--pipeline-parallel-size {stages}: {why}; use --tensor-parallel-size instead"
-    on_gpus, ranks = vllm_config.device_config.device_type == "cuda", parallel.tensor_parallel_size
-    if on_gpus and ranks > 1 and str(vllm_config.model_config.dtype) == "torch.float32":
-        yield f"--tensor-parallel-size {ranks} in float32: GPUs gave other tokens; add --dtype bfloat16"
     load_format = vllm_config.load_config.load_format
     if load_format in _STATES and (wanted in FP8_NAMES or {"key_mean", "value_basis"} & block.keys()):
         yield (
@@ -127,7 +124,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield "--dtype float16: models of this family overflow in it; add --dtype bfloat16"
     found = version_of("tilelang")
     numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
-    if on_gpus and found and numbers < _TILELANG:
+    if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:
         yield f'tilelang {found} cannot compile the kernels: pip install --no-deps "tilelang==0.1.15"'
     if vllm_config.model_config.attention_chunk_size is not None:
         yield "`attention_chunk_size` in config.json: only full attention can be pruned"

@@ -91,6 +91,13 @@ def test_other_methods_answer_the_same_prompts_and_their_bytes_are_counted(conve
     assert result.total.means["quest-16"] == result.total.means["snapkv-2048"] == 1.0
 
 
+def test_think_beside_a_mask_that_prunes_values_keeps_them_whole():
+    found = [
+        compare("testbed", 1, mask=name, also=["think"]).used for name in ("testbed-70", "testbed-70-v50")
+    ]
+    assert found[0]["think"] == found[1]["think"] and found[0]["pruned"].held > found[1]["pruned"].held
+
+
 def without(folder, *names):
     """A copy of a folder that lacks files."""
     for name in names:
@@ -205,7 +212,9 @@ def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_pa
     whole = compare(convert("half"), out=tmp_path / "whole")
     path = tmp_path / "half" / ANSWERS_NAME
     path.parent.mkdir()
-    (path.parent / "settings.json").write_bytes((tmp_path / "whole" / "settings.json").read_bytes())
+    settings = (tmp_path / "whole" / "settings.json").read_bytes()
+    assert WINDOWS.items() <= json.loads(settings).items()
+    (path.parent / "settings.json").write_bytes(settings)
     lines = (tmp_path / "whole" / ANSWERS_NAME).read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[: 4 * 3]) + lines[12][:9])  # the first batch, and a line that was cut off
     answer = Mock(wraps=answer_prompts)

@@ -103,7 +103,6 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
             {LEANK: {"layers": [1], "kv_dtype": "fp8", "kv_scales": {}}},
             "beside layers that are not pruned, for which there are no scales: add --kv-cache-dtype bfloat16",
         ),
-        ({"parallel_config__tensor_parallel_size": 2, DTYPE: torch.float32}, "add --dtype bfloat16"),
         ({LEANK: SOME, STAGES: 2}, "--pipeline-parallel-size 2: a stage may have no layer that is pruned"),
         ({DRAFTS: drafts(), STAGES: 2}, "--pipeline-parallel-size 2: only the last stage has the model"),
     ],
@@ -125,8 +124,6 @@ def test_what_is_supported_passes():
     unscaled = {LEANK: {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
-    ranks = {"parallel_config__tensor_parallel_size": 2, "device_config__device_type": "cpu"}
-    check_options(options(**ranks, **{DTYPE: torch.float32}))
 
 
 @pytest.mark.parametrize(
