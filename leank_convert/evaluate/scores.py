@@ -1,9 +1,9 @@
 """Scores: an answer against one reference, from 0 to 1.
 
-Those of LongBench (arXiv 2308.14508) and GSM-Infinite (arXiv 2502.05252) have three differences, so that
-figures are comparable between models here and not with published ones. Chinese is compared by its characters,
-not by words that a segmenter finds. ROUGE-L is the package `rouge-score`'s. Variables are read from the
-answer's last line, for which GSM-Infinite asks another model.
+Those of LongBench (arXiv 2308.14508) and GSM-Infinite (arXiv 2502.05252) have differences, so that figures
+are comparable between models here and not with published ones. Chinese is compared by its characters, not by
+words that a segmenter finds. ROUGE-L is the package `rouge-score`'s. Final numbers may be bold or LaTeX, and
+variables are read from the answer's last line, for which GSM-Infinite asks another model.
 """
 
 from __future__ import annotations
