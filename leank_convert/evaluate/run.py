@@ -154,7 +154,8 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
     windows = evaluated.windows
     whole_size = windows.sink_size + windows.recent_size
     sizes = [(len(prompt.input_ids), len(prompt.input_ids) + prompt.max_new_tokens) for prompt in prompts]
-    num_whole: int = sum(read <= whole_size and ends <= windows.total for read, ends in sizes)
+    # Nothing attends to an answer's last token.
+    num_whole: int = sum(read <= whole_size and ends - 1 <= windows.total for read, ends in sizes)
     if num_whole == len(prompts):
         raise LeanKError(
             f"nothing of any prompt would be pruned: the longest has {max(sizes)[0]} tokens, `{checkpoint}` "

@@ -138,10 +138,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_answered(
     assert [path.read_text() for path in written.iterdir()] == ["mine"]
 
 
-def test_some_prompts_within_the_window_are_counted(convert, caplog):
-    result = compare(convert("all", recent_size=300))
-    assert 0 < result.num_whole < result.total.n
-    assert f"{result.num_whole} of 6 prompts" in caplog.text
+@pytest.mark.parametrize(("recent", "flush", "num_whole"), [(242, 6, 3), (231, 1, 0)])
+def test_prompts_that_stay_within_the_window_with_their_answers_are_counted(
+    convert, caplog, recent, flush, num_whole
+):
+    """Of 338, 246, 322, 258, 242 and 367 tokens, with answers of up to 7, 15, 12, 7, 11 and 12."""
+    assert compare(convert("all", recent_size=recent, flush_size=flush)).num_whole == num_whole
+    assert ("3 of 6 prompts" in caplog.text) == (num_whole == 3)
 
 
 def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
