@@ -110,7 +110,9 @@ def leank_attention(
     if not isinstance(key, torch.Tensor):
         attended: tuple[torch.Tensor, None] = key.attend(module, query, attention_mask, **kwargs)
         return attended
-    if key.shape[2] != query.shape[2] and _is_pruned(module):
+    config: Any = module.config
+    pruned = config.leank.get("layers")  # None is all
+    if key.shape[2] != query.shape[2] and (pruned is None or module.layer_idx in pruned):
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
             "LeanK's and would decode densely; leave `cache` out, or pass `model.build_cache()`"
@@ -135,12 +137,6 @@ def _attend_densely(
     attend = ALL_ATTENTION_FUNCTIONS[f"{ATTENTION_NAME}_sinks"]
     output, _ = attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
     return output, None
-
-
-def _is_pruned(module: Any) -> bool:
-    """Return whether an attention module's layer is one of those that are pruned."""
-    layers = module.config.leank.get("layers")
-    return layers is None or module.layer_idx in layers
 
 
 def leank_mask(

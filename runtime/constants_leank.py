@@ -30,11 +30,6 @@ class Constants(NamedTuple):
         """Return the same with `change` made to each that there is."""
         return Constants(*(None if constant is None else change(constant) for constant in self))
 
-    @property
-    def is_per_row(self) -> bool:
-        """Whether some are a row's own."""
-        return any(constant is not None and len(constant) > 1 for constant in self)
-
     def take(self, rows: torch.Tensor) -> Constants:
         """Return those of some rows `[n]`; those of all rows stay."""
         return self.map(lambda constant: constant.index_select(0, rows) if len(constant) > 1 else constant)

@@ -91,7 +91,8 @@ class DecodeKernels:
         self._merge, self._append = next(kernels), next(kernels)
         if key.has_glue:
             self._rope_append, self._add_norm, self._silu_mul, self._copy_rows = itertools.islice(kernels, 4)
-        self._products = dict(zip(self._steps, kernels, strict=True))
+        # By the most rows of each; products of more are the library's.
+        self.products = dict(zip(self._steps, kernels, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         _made.append(self)
 
@@ -108,11 +109,6 @@ class DecodeKernels:
             valid, scale = torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 1, key.head_dim)
             sinks, mean = torch.zeros(1, 1, 1), torch.zeros_like(scale)
             return {"valid": valid, "sinks": sinks, "mean": mean, "scale": scale, **pages}
-
-    @property
-    def product_rows(self) -> tuple[int, ...]:
-        """Most rows of each kernel that there is for products; more are the library's."""
-        return tuple(self._products)
 
     def __reduce__(self) -> tuple[Any, tuple[KernelKey, bool]]:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
@@ -158,9 +154,9 @@ class DecodeKernels:
             seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
             valid: Columns that are no padding `[B, d]`, bool; None if all are.
         """
-        target = *self.arguments(store), self.mean_of(store), seen, self._flags(valid)
+        states = [own if own.stride(-1) == 1 else own.contiguous() for own in (keys, values)]
         with torch.cuda.device(keys.device):
-            self._append(keys.contiguous(), values.contiguous(), *target)
+            self._append(*states, *self.arguments(store), self.mean_of(store), seen, self._flags(valid))
 
     def attend(
         self,
@@ -369,7 +365,7 @@ class DecodeKernels:
             bias: `[n]`.
         """
         num_tokens, (num_outputs, num_inputs) = len(states), weight.shape
-        rows = next((rows for rows in self._products if rows >= num_tokens), None)
+        rows = next((rows for rows in self.products if rows >= num_tokens), None)
         if rows is None:
             output = torch.nn.functional.linear(states, weight, bias)
             return Product(output.float().view(1, num_tokens, num_outputs), 1, 1)
@@ -382,7 +378,7 @@ class DecodeKernels:
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
         weight = weight.detach()
         with torch.cuda.device(states.device):
-            self._products[rows](
+            self.products[rows](
                 states,
                 weight,
                 weight.view(-1)[:num_outputs] if bias is None else bias.detach(),

@@ -116,19 +116,29 @@ def store_token(
             ] = stored
 
 
+def _token_types(sizes: Any, dtype: str, cpu: bool) -> list[Any]:
+    """Return what new keys and values are to a kernel; on GPUs they may be slices of what is projected."""
+    types = []
+    for name in ("key", "value"):
+        strides = *T.dynamic(f"{name}_row, {name}_head, {name}_column"), 1
+        types.append(T.Tensor(sizes, dtype) if cpu else T.StridedTensor(sizes, strides, dtype))
+    return types
+
+
 def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel that adds new tokens to their rows' pages; `overlap`: attention follows it."""
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.query_type
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
+    states = _token_types((batch, heads, width, d), dtype, cpu)
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     shared, fragment, parallel, threads = loops(cpu, shape.head_threads)
 
     @T.prim_func
     def leank_append(
-        keys: T.Tensor((batch, heads, width, d), dtype),
-        new_values: T.Tensor((batch, heads, width, d), dtype),
+        keys: states[0],
+        new_values: states[1],
         kept_keys: pools[0],
         values: pools[1],
         window_keys: pools[2],

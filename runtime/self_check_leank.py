@@ -178,7 +178,7 @@ def _check_glue(kernels: DecodeKernels, step: _Step, random: _Random) -> _Pairs:
     gate, up = delta.double().chunk(2, dim=-1)
     pairs.append((kernels.silu_mul(in_parts(delta)), torch.nn.functional.silu(gate) * up))
     matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE), random(_NUM_OUTPUTS)
-    for most_rows in kernels.product_rows:
+    for most_rows in kernels.products:
         states = random(most_rows - 3, _HIDDEN_SIZE)
         expected = torch.nn.functional.linear(states.double(), matrix.double(), bias.double())
         pairs.append((kernels.product(states, matrix, bias).outputs(), expected))

@@ -158,7 +158,7 @@ class ChunkStore:
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
         """Keep rows in this order, repeats allowed, see `RowState.select`; in place if the tables stay."""
         self.move_to(tables, rows)
-        if len(self.chunk_index) > 1 or self.constants.is_per_row:
+        if any(own is not None and len(own) > 1 for own in (self.chunk_index, *self.constants)):
             rows = rows.to(self.chunk_index.device)
 
         def take(own: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,12 @@ class CpuKernels(DecodeKernels):
         self._attention = compiled_when_called(generic_attention, shape)
         for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_rows):
             setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
-        self._products = {8: compiled_when_called(product, "float32", 8)}
+        self.products = {8: compiled_when_called(product, "float32", 8)}
         self._steps, self._num_multiprocessors = STEPS, num_programs
+
+    def append(self, keys, values, *rest):
+        """TileLang's CPU target knows no strides."""
+        super().append(keys.contiguous(), values.contiguous(), *rest)
 
 
 class TurnKernels(CpuKernels):

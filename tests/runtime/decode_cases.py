@@ -184,12 +184,15 @@ def make_case(
     padding = ~real.to(device)[:, None, :, None]
     key_mean = random(batch_size, num_heads, head_dim).float()
     constants = Constants(key_mean, random_scale(), random_scale())
+    # As a projection of both gives them, token by token.
+    projected = random(batch_size, num_columns, 2 * num_heads, head_dim).transpose(1, 2)
+    new_keys, new_values = projected.masked_fill(padding, torch.nan).chunk(2, dim=1)
     return DecodeCase(
         layout=layout,
         sink_size=sink_size,
         query=random(batch_size, num_heads * num_groups, num_columns, head_dim),
-        keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
-        values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
+        keys=new_keys,
+        values=new_values,
         valid=valid,
         store=StoreTensors._make([*memory, index, table, *tables, *constants, None]),
         seen=seen.to(device, torch.int32),
