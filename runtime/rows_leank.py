@@ -41,7 +41,7 @@ def is_writable(tensor: torch.Tensor) -> bool:
 
 def pruned_after_prefill(lengths: torch.Tensor, sink_size: int, recent_size: int) -> torch.Tensor:
     """Return how many tokens a prefill of `lengths` tokens leaves pruned, per row."""
-    return (lengths - sink_size - recent_size).clamp(min=0)
+    return (lengths - (sink_size + recent_size)).clamp(min=0)
 
 
 def pruned_after_append(
@@ -52,8 +52,8 @@ def pruned_after_append(
     As few flushes happen as leave at most recent_size + flush_size tokens in recent. A sink that is not full
     makes `overflow` negative, so p stays 0.
     """
-    overflow = (new_lengths - sink_size - pruned - recent_size - flush_size).clamp(min=0)
-    return pruned + (overflow + flush_size - 1) // flush_size * flush_size
+    overflow = (new_lengths - pruned - (sink_size + recent_size + flush_size)).clamp(min=0)
+    return pruned + (overflow + (flush_size - 1)) // flush_size * flush_size
 
 
 class RowState:

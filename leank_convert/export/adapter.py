@@ -80,7 +80,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         metadata = {**header.metadata, "format": "pt", "leank": order_of(leank)}
         write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata)
         sync_path(new / ADAPTER_WEIGHTS_NAME)
-        settings["base_model_name_or_path"] = str(checkpoint)
+        settings |= {"base_model_name_or_path": str(checkpoint), "revision": None}  # that was the original's
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
         new.replace(out)
     return out
@@ -153,6 +153,12 @@ def _plan(
     bases, path = bases_by_layer(facts, value_basis), header.path
     orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
     shapes = list_stock_tensors(facts, origin=origin)
+    modules = [name.removeprefix("model.").removesuffix(".weight") for name in shapes]
+    if not any(module in name for name in header.tensors for module in modules):
+        raise LeanKError(
+            f"`{path}` has {len(header.tensors)} tensors, and none is of a module that the model has",
+            hint="name the model that the adapter was trained on, or its checkpoint",
+        )
     edits = {}
     for tensor in header.tensors.values():
         match = _TENSOR.fullmatch(tensor.name)

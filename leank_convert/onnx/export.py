@@ -237,7 +237,9 @@ def _trace(pruned: PrunedModel, step: StepModel) -> Any:
         ],
     )
     layers = range(len(pruned.buckets))
-    with torch.no_grad(), attending(pruned.model, attend_in_regions):
+    # A cache of what operations give takes longer to ask than they do, where sizes are symbols.
+    plainly = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with torch.no_grad(), attending(pruned.model, attend_in_regions), plainly:
         return torch.onnx.export(
             step,
             args,

@@ -1,5 +1,6 @@
 """A LoRA of the original, converted, does to a checkpoint what it does to the original."""
 
+import json
 import shutil
 
 import pytest
@@ -69,12 +70,16 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
 
 def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path):
     checkpoint = converted("llama", [[3, 8], [0, 16]])
-    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    lora, _, _ = adapter_of(
+        checkpoint.source, tmp_path / "lora", target_modules=ALL, revision="of the original"
+    )
     told = done("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
     assert told == f"{tmp_path / 'new'}\n"
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (lora, tmp_path / "new"))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
     load(checkpoint.folder).load_adapter(str(lora))
+    settings = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == (str(checkpoint.folder), None)
 
 
 def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
@@ -130,6 +135,8 @@ def rename(tensors, old, new):
         ({}, lambda tensors: rename(tensors, "lora_B", "lora_C"), "not known how heads lie"),
         ({}, lambda tensors: rename(tensors, "layers.1", "layers.7"), "model has no `model.layers.7"),
         ({}, lambda tensors: rename(tensors, "layers.1", "blocks.1"), "not known how heads lie"),
+        ({}, lambda tensors: rename(tensors, "layers.", "h."), "has 8 tensors, and none is of a module"),
+        ({}, lambda tensors: {}, "has 0 tensors"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
