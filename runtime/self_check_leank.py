@@ -95,11 +95,12 @@ def _make_step(key: KernelKey, num_columns: int, random: _Random) -> _Step:
     append = rows.step(num_prompt, num_rows, num_columns, None, key.device).append
     assert append is not None
     store.move_to(append.tables)
-    new = (num_rows, len(widths), num_columns, key.head_dim)
+    new = random(num_rows, num_columns, 2 * len(widths), key.head_dim)
+    keys, values = new.transpose(1, 2).chunk(2, dim=1)  # slices, as a projection of both gives them
     num_heads = len(widths) * key.num_groups
     sinks = random(num_heads) if key.has_sinks else None
     query = random(num_rows, num_heads, num_columns, key.head_dim)
-    return _Step(store, query, random(*new), random(*new), append, sinks)
+    return _Step(store, query, keys, values, append, sinks)
 
 
 def _check_attention(kernels: DecodeKernels, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -110,9 +111,11 @@ def train_masks(
             saved = ranks.on_first(lambda: prepare(chosen, directory, ranks.num_ranks, resume=resume))
             if chosen.trains:
                 run = train(model, chosen, directory, ranks, saved, progress=progress)
-                masks, gates = run.masks(), run.gates
+                masks, gates, loaded = run.masks(), run.gates, run.loaded
+                del run  # and what it holds for contexts and graphs: samples need that memory
+                gc.collect()
                 records = ranks.on_first(lambda: read_log(directory.folder / LOG_NAME))
-                checked = check_held_out(run.loaded, chosen, masks, ranks, records, progress=progress)
+                checked = check_held_out(loaded, chosen, masks, ranks, records, progress=progress)
             else:
                 masks, gates, checked = _measure(model, chosen, ranks, progress)
             is_first = ranks.is_first
@@ -166,7 +169,7 @@ def _measure(
             f"prompts of up to {recipe.data.max_length} tokens in model `{files.name}`",
             "lower `data.max_length`, or spread the weights over all GPUs by `--set model.device_map=auto`",
         ):
-            scores = getattr(import_module(module), name)(calibration)
+            scores = getattr(import_module(module), name)(calibration).cpu()
         if scores.shape != calibration.shape:
             raise LeanKError(
                 f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, cut
+from leank_convert.files import user_path
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe
 from leank_convert.recipe_problems import describe, refuse
@@ -36,7 +37,7 @@ def choose_recipe(
     Raises:
         LeanKError: As `find_recipe` and `derive_recipe`; if a mask to train beside cannot be read.
     """
-    folder = None if run is None else Path(run)
+    folder = None if run is None else user_path(run)
     found = find_recipe(recipe, model, run=folder, overrides=overrides, flags=flags, training=training)
     if found is None:
         from leank_convert.train.derive import derive_recipe

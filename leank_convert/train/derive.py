@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ import torch
 import yaml
 
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKError, cut
+from leank_convert.errors import LeanKError, RecipeError, cut
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import DERIVED, parse_recipe
 from leank_convert.train.model import ModelFiles, count_bytes, open_model
@@ -67,15 +66,20 @@ def derive_recipe(
             hint="write one, with windows that leave something to prune, and name it with `--recipe FILE`",
         )
     room = _find_room(chosen)
-    recipes = (
-        parse_recipe(name, _write(files, candidate, chosen, room), overrides, flags=flags, training=True)
-        for candidate in _propose(files, chosen)
-    )
-    first = next(recipes)
-    if room is None:
-        return first
-    fitting = (each for each in chain([first], recipes) if count_bytes(files, each, chosen)["total"] <= room)
-    return next(fitting, first)
+    first = None
+    for candidate in _propose(files, chosen):
+        text = _write(files, candidate, chosen, room)
+        try:
+            found = parse_recipe(name, text, overrides, flags=flags, training=True)
+        except RecipeError:
+            if first is None:
+                raise
+            continue  # it is shorter than an override allows
+        first = first or found
+        if room is None or count_bytes(files, found, chosen)["total"] <= room:
+            return found
+    assert first is not None
+    return first
 
 
 def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]]:

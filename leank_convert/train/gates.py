@@ -25,7 +25,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.fields import Fields
-from leank_convert.files import read_json, write_atomically
+from leank_convert.files import read_json, user_path, write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
 
 GATES_NAME = "full_attention_heads.tsv"
@@ -42,7 +42,7 @@ def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
     Raises:
         LeanKError: If a file is not there, is not of that format, or does not fit the model.
     """
-    folder, windows = Path(str(recipe.heads.pattern)), recipe.windows
+    folder, windows = user_path(str(recipe.heads.pattern)), recipe.windows
     path = folder / GATES_NAME
     try:
         text = path.read_text(encoding="utf-8")

@@ -171,13 +171,13 @@ def check_held_out(
     with bar as advance, Interruption() as ending:
 
         def measure(place: int) -> None:
+            sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
             if ending.reason:
                 raise LeanKError(
                     f"{ending.reason} ended the check of held-out samples",
                     hint="go on with it by `--resume`" if recipe.trains else None,
                     exit_code=ending.exit_code,
                 )
-            sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
 
         def show(count: int) -> None:
             num_tokens, *right = sums[:, 0].tolist()

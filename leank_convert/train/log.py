@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -56,9 +56,9 @@ class StepRecord:
     validation: float | None = None
 
 
-def name_heads(chosen: Tensor) -> str:
-    """Name heads, bool [L, H_kv], as a record does: `layer.head`."""
-    return " ".join(f"{layer}.{head}" for layer, head in chosen.nonzero().tolist())
+def name_heads(chosen: Tensor, layers: Sequence[int]) -> str:
+    """Name heads, bool [L, H_kv] of layers of these numbers, as a record does: `layer.head`."""
+    return " ".join(f"{layers[layer]}.{head}" for layer, head in chosen.nonzero().tolist())
 
 
 _KEYS = StepRecord.__dataclass_fields__.keys()

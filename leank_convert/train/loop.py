@@ -156,13 +156,13 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
                 save()
         if not run.is_done:
             save()
-            ended = LeanKError(
-                f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
-                f"{run.step} of {num_steps}",
-                hint="go on with it by `--resume`",
-                exit_code=ending.exit_code,
-            )
-            ranks.check(ended if ending.reason else None)
+        ended = LeanKError(
+            f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
+            f"{run.step} of {num_steps}",
+            hint="go on with it by `--resume`",
+            exit_code=ending.exit_code,
+        )
+        ranks.check(ended if ending.reason else None)
 
 
 def write_result(

@@ -142,7 +142,7 @@ def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     if num_ranks == 1:
         yield Ranks(choose_device(device))
         return
-    if device is not None and torch.device(device).index is not None:
+    if ":" in str(device):
         raise LeanKError(
             f"device `{device}` is one device, and {num_ranks} processes were started",
             hint="leave `--device` out, or name a type such as `cuda`: each process takes its own",
@@ -150,7 +150,7 @@ def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     # accelerate knows what each launcher sets, and which backend goes with which device.
     from accelerate import PartialState
 
-    on_device = torch.cuda.is_available() if device is None else str(device) == "cuda"
+    on_device = torch.cuda.is_available() and (device is None or str(device) == "cuda")
     if not on_device:
         # Not for CUDA: every process would leave something on the first GPU.
         on_device = choose_device(device).type != "cpu"

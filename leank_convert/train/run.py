@@ -201,8 +201,8 @@ class Run:
             mean_factor=mean_factor,
             pruning_ratio=None if after is None else 1 - after.float().mean().item(),
             empty_heads=None if after is None else int((~sees).sum()),
-            heads_leaving=name_heads(saw & ~sees),
-            heads_entering=name_heads(sees & ~saw),
+            heads_leaving=name_heads(saw & ~sees, self.loaded.facts.layers),
+            heads_entering=name_heads(sees & ~saw, self.loaded.facts.layers),
             seconds=time.perf_counter() - began,
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             validation=validation,
@@ -401,21 +401,21 @@ class Run:
             return gradient
         raise LeanKError(
             f"step {self.step + 1}: the loss is {loss.item()} and not finite, or its gradient is not "
-            f"({_describe(sample)}); the state before this step is saved",
-            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`; else lower "
-            "`learning_rate`",
+            f"({_describe(sample)})",
+            hint="train anew in another folder: float16 overflows where bfloat16 and float32 do not, see "
+            "`model.dtype`; else lower `learning_rate`",
             exit_code=1,
         )
 
     def _memory_hint(self, sample: TrainingSample) -> str:
-        remedies = ["lower `data.max_length`"]
-        if len(sample.questions) > 1:
-            remedies.append("lower `data.questions_per_context`")
+        ways = []  # that the saved state may go on in
         if not self.recipe.offload_context:
-            remedies.append("keep the context in host memory by `--set offload_context=true`")
+            ways.append("`--set offload_context=true`, which keeps the context in host memory")
         if self.recipe.model.device_map is None and torch.cuda.device_count() > 1:
-            remedies.append("spread the model over all GPUs by `--set model.device_map=auto`")
-        return "; or ".join(remedies) + "; the state before this step is saved"
+            ways.append("`--set model.device_map=auto`, which spreads the model over all GPUs")
+        lower = "`data.max_length`" + " or `data.questions_per_context`" * (len(sample.questions) > 1)
+        go_on = f"go on from before this step by `--resume` and {', or '.join(ways)}; or " if ways else ""
+        return f"{go_on}train in another folder with a lower {lower}"
 
 
 def _describe(sample: TrainingSample) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.vllm import FP8_NAMES
 from leank_convert.vllm.configs import CONFIG_CLASSES, version_of
@@ -106,6 +107,8 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     kinds = getattr(vllm_config.model_config.hf_config, "layer_types", None) or ()
     if drafts is not None and "linear_attention" in kinds:
         yield "drafts beside linear attention were never run with a LeanK cache: leave them out"
+    if drafts is not None and drafts.num_speculative_tokens >= MAX_DRAFT:
+        yield f"{drafts.num_speculative_tokens} draft tokens: decode kernels take {MAX_DRAFT - 1} at most"
     if drafts is not None and drafts.method == "draft_model":
         if "layers" in block:
             yield (

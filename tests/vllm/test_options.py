@@ -18,7 +18,7 @@ OWN_SIZE, PARSER = "cache_config__user_specified_block_size", "structured_output
 KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
 DRAFTS, TRANSFER, WEIGHTS = "speculative_config", "kv_transfer_config", "weight_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
-NGRAM = SimpleNamespace(method="ngram")
+NGRAM = SimpleNamespace(method="ngram", num_speculative_tokens=31)
 
 
 def options(**changes):
@@ -56,7 +56,8 @@ def options(**changes):
 def drafts(config_class=SimpleNamespace):
     """Of a model with a config of such a class, whose keys nothing reads."""
     model = SimpleNamespace(hf_config=config_class.__new__(config_class))
-    return SimpleNamespace(method="draft_model", model="small", draft_model_config=model)
+    draft = {"draft_model_config": model, "num_speculative_tokens": 3}
+    return SimpleNamespace(method="draft_model", model="small", **draft)
 
 
 def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
@@ -93,7 +94,8 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({"attention_config__backend": FLASH}, "--attention-backend FLASH_ATTN"),
         ({KINDS: {"full_attention": FLASH}}, "full_attention=FLASH_ATTN: another cache; leave it out"),
         ({PARSER: "openai_gptoss"}, "--reasoning-parser openai_gptoss"),
-        ({DRAFTS: SimpleNamespace(method="medusa")}, "`medusa`"),
+        ({DRAFTS: SimpleNamespace(method="medusa", num_speculative_tokens=3)}, "`medusa`"),
+        ({DRAFTS: SimpleNamespace(method="ngram", num_speculative_tokens=32)}, "32 draft tokens"),
         ({DRAFTS: drafts(configs.CONFIG_CLASSES[0])}, "speculative model `small`: what drafts keeps"),
         ({DRAFTS: NGRAM, LAYER_TYPES: ["linear_attention"]}, "drafts beside linear attention"),
         ({DRAFTS: drafts(), LEANK: SOME}, "`draft_model` beside layers that are not"),

@@ -103,7 +103,7 @@ def test_contexts_are_shortened_or_leave_the_gpu_where_they_do_not_fit(source_mo
     assert shorter.offload_context is False
     moved = derive(rest + 0.34 * context, "model.dtype=float32", "data.min_length=17000")
     assert moved.data.max_length == 98304 * 5 // 16
-    offloaded = derive(rest + 0.2 * context)
+    offloaded = derive(rest + 0.2 * context, "data.min_length=30000")  # which shorter ones contradict
     assert offloaded.offload_context is True
     assert offloaded.data.max_length < 98304  # of three layers, one's is more than a fifth
     hopeless = derive(rest / 10)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import signal
+import weakref
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from leank_convert.errors import LeanKError
 from leank_convert.held_out import TokenShares
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.methods import make
 from leank_convert.methods.make import train_masks
 from leank_convert.report.mask_report import write_report
 from leank_convert.safetensors_file import read_header
-from leank_convert.train import held_out
+from leank_convert.train import held_out, run
+from leank_convert.train.graphs import Gradients
 from leank_convert.train.held_out import Compared, check_held_out
 from leank_convert.train.log import read_log as read_steps
 from leank_convert.train.ranks import Ranks
@@ -100,7 +103,8 @@ def test_values_that_are_not_finite_are_an_error(check):
         check(loss=math.nan)
 
 
-def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
+@pytest.mark.parametrize("num_contexts", [1, 16])
+def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch, num_contexts):
     drawn = []
 
     def draw(source, index):
@@ -112,7 +116,7 @@ def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs jobs aside
     try:
         with refusal("Ctrl-C ended the check of held-out samples", "--resume", exit_code=130):
-            check()
+            check("B" * num_contexts)
     finally:
         signal.signal(signal.SIGINT, before)
     assert drawn == [0]
@@ -143,6 +147,20 @@ def test_a_finished_run_that_is_resumed_is_checked_again_and_logged_once(
     train_masks(retriever_folder, out, recipe=short_recipe(), resume=True, progress=False)
     logs = [TrainingDirectory(folder).folder / "log.jsonl" for folder in (finished, out)]
     assert logs[0].read_text() == logs[1].read_text()
+
+
+def test_samples_have_the_memory_that_training_had(train_one, short_recipe, tmp_path, monkeypatch):
+    made = []
+
+    def make_gradients(*given, **options):
+        gradients = Gradients(*given, **options)
+        made.append(weakref.ref(gradients))
+        return gradients
+
+    monkeypatch.setattr(run, "Gradients", make_gradients)
+    monkeypatch.setattr(make, "check_held_out", lambda *_, **__: made.append([ref() for ref in made]) or {})
+    train_one(short_recipe(), tmp_path / "out")
+    assert made[1:] == [[None]]
 
 
 def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, finished_mask):

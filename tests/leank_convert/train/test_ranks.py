@@ -112,6 +112,8 @@ def test_what_cannot_be_shared_is_refused(short_recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refusal("`cuda:1` is one device, and 2 processes"), join_ranks("cuda:1"):
         pass
+    with refusal("device `gpu` cannot be used"), join_ranks("gpu"):
+        pass
 
 
 def test_ranks_share_every_steps_samples_without_overlap(short_recipe):

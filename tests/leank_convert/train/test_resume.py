@@ -29,6 +29,7 @@ DEATHS = [
 SIGNALS = [
     (signal.SIGINT, "Ctrl-C", 130, 4),  # stage 1, between two saved states
     (signal.SIGTERM, "SIGTERM", 143, 10),  # stage 2
+    (signal.SIGTERM, "SIGTERM", 143, 12),  # the last step
 ]
 
 
@@ -58,7 +59,7 @@ def ended(recipe, run_forked):
     """Runs that were killed or asked to end: by event and place, exit code, output and folder."""
     jobs = {f"{event}-{at}": {"event": event, "at": at} for event, at in DEATHS}
     for number, reason, _, at in SIGNALS:
-        jobs[reason] = {"event": "signal", "signal": number, "at": at}
+        jobs[f"{reason}-{at}"] = {"event": "signal", "signal": number, "at": at}
     jobs["twice"] = {"event": "signal", "signal": signal.SIGINT, "times": 2, "at": 4}
     return {key: (*ranks[0], out) for key, (out, ranks) in run_forked("ended", recipe, jobs).items()}
 
@@ -98,7 +99,7 @@ def test_existing_run_is_not_overwritten_without_resume(resume, uninterrupted):
 def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
     reason, exit_code, at, ended, resume, finished, read_log
 ):
-    code, printed, out = ended[reason]
+    code, printed, out = ended[f"{reason}-{at}"]
     assert code == exit_code, printed
     message, hint = printed.splitlines()
     assert message.startswith(f"told: {reason} ended the run; its state is saved in `")
