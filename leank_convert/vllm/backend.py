@@ -374,8 +374,10 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         kernels = layer.wide_kernels if rows.is_wide else layer.kernels
         given: dict[str, Any] = {"softmax_scale": self.scale, "sinks": self.sinks}
         if kernels is None:
-            view = rows.view(store, sink_size, step.max_length)
-            attended = decode_attention(queries, store, view, layout=layer.layout, **given)
+            given["layout"] = layer.layout
+            views = rows.views(store, sink_size, step.max_length, layer.most_keys)
+            parts = [decode_attention(queries[part], store, view, **given) for part, view in views]
+            attended = torch.cat(parts)
         else:
             # One column of each request lies as the output does, so kernels write there.
             out = output[: step.num_tokens, :, None] if in_order and queries.shape[2] == 1 else None

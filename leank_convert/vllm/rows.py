@@ -65,7 +65,7 @@ class Rows:
     requests: torch.Tensor | None = None  # the row's request `[B]`; None with `tokens` None
     _tables: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
     _plan: torch.Tensor | None = field(default=None, repr=False)
-    _view: StoredView | None = field(default=None, repr=False)
+    _views: list[tuple[slice, StoredView]] | None = field(default=None, repr=False)
 
     def store(self, store: StoreTensors) -> StoreTensors:
         """Give a store of requests the tables of the rows."""
@@ -88,11 +88,21 @@ class Rows:
             self._plan = kernels.plan(self.seen, self.pruned, sink_size)
         return self._plan
 
-    def view(self, store: StoreTensors, sink_size: int, max_length: int) -> StoredView:
-        """What plain torch reads for the rows of a store that has their tables."""
-        if self._view is None:
-            self._view = view_tables(store, self.seen, self.pruned, sink_size, max_length)
-        return self._view
+    def views(
+        self, store: StoreTensors, sink_size: int, max_length: int, most_tokens: int
+    ) -> list[tuple[slice, StoredView]]:
+        """What plain torch reads for the rows of a store that has their tables: so many tokens at once.
+
+        All rows count as `max_length` tokens; one of them is read in any case.
+        """
+        if self._views is None:
+            self._views, step = [], max(most_tokens // max(max_length, 1), 1)
+            for part in (slice(first, first + step) for first in range(0, len(self.seen), step)):
+                pages, window_pages = store.page_table[part], store.window_table[part]
+                own = store._replace(page_table=pages, window_table=window_pages)
+                view = view_tables(own, self.seen[part], self.pruned[part], sink_size, max_length)
+                self._views.append((part, view))
+        return self._views
 
 
 def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int, sizes: Windows) -> Rows:

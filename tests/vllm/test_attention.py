@@ -8,6 +8,7 @@ import torch
 from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
+from leank_convert.vllm.rows import Rows
 from tests.vllm.stores import make_store
 
 HEAD_DIM, GROUPS, SINK, SCALE = 16, 2, 3, 0.3
@@ -74,15 +75,18 @@ def written_out(query, keys, values, mask, seen, pruned, value_widths=None):
     return output.flatten(0, 1)
 
 
-@pytest.mark.parametrize("num_columns", [1, 3])
-def test_every_column_sees_what_its_numbers_say(case, num_columns):
+@pytest.mark.parametrize(("num_columns", "at_once"), [(1, 3), (3, 3), (3, 2), (1, 0)])
+def test_every_column_sees_what_its_numbers_say(case, num_columns, at_once):
     layout, mask, store, keys, values = case
     query = torch.randn(3, len(mask) * GROUPS, num_columns, HEAD_DIM)
     column = torch.arange(num_columns)
     seen = (torch.tensor(LENGTHS)[:, None] - (num_columns - 1) + column).to(torch.int32)
     pruned = torch.stack([column * 4 + 20, column * 0, column * 8]).to(torch.int32)
-    view = view_tables(store, seen, pruned, SINK, max(LENGTHS))
-    output = decode_attention(query, store, view, layout=layout, softmax_scale=SCALE)
+    views = Rows(seen, pruned).views(store, SINK, max(LENGTHS), at_once * max(LENGTHS))
+    options = {"layout": layout, "softmax_scale": SCALE}
+    output = torch.cat([decode_attention(query[part], store, view, **options) for part, view in views])
+    # Tokens of 5 pages are listed for each row.
+    assert max(view.kept.count for _, view in views) == 5 * max(at_once, 1)
     for row, number in itertools.product(range(3), range(num_columns)):
         given = query[row, :, number], keys[row], values[row], mask
         expected = written_out(*given, seen[row, number], pruned[row, number], layout.value_widths)
