@@ -48,7 +48,7 @@ def count_contexts(recipe: Recipe) -> int:
     """How many contexts the mean of keys is measured on: of a training run about a hundredth at most."""
     if not recipe.trains:
         return _MOST_CONTEXTS
-    num_contexts = Schedule(recipe).num_steps * recipe.batch_size
+    num_contexts = Schedule(recipe).num_steps_of_data * recipe.batch_size
     return min(max(num_contexts // _CONTEXT_SHARE, 1), _MOST_CONTEXTS)
 
 

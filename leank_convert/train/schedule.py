@@ -63,6 +63,7 @@ class Schedule:
             first_draw += section.steps
         self.phases = tuple(phase for phase in phases if phase.steps)  # in the order they run
         self.num_steps = stop
+        self.num_steps_of_data = first_draw  # every ratio's are the same ones
         # How often masks are tried on validation contexts, where there are any.
         self.num_comparisons = sum(
             1 + sum(phase.ends_tenth(step) for step in range(phase.start + 1, phase.stop + 1))

@@ -40,6 +40,11 @@ def test_a_run_measures_a_hundredth_of_its_contexts(short_recipe, steps, batch_s
     assert count_contexts(recipe) == expected
 
 
+def test_no_ratio_changes_what_the_mean_of_another_is_measured_on(short_recipe):
+    steps = {"stage1": {"steps": 600}, "stage2": {"steps": 100}}
+    assert [count_contexts(short_recipe(pruning_ratio=own, **steps)) for own in (0.5, [0.5, 0.7])] == [7, 7]
+
+
 def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, short_recipe, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="leank_convert")
     mask = train_one(short_recipe(), tmp_path)
