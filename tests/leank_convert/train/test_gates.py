@@ -179,13 +179,14 @@ CONFIG = {"model_name": "models/M", "lr": 0.02, "sink_size": 128, "recent_size":
 
 
 @pytest.fixture
-def load_gates(tmp_path):
-    """Reads gates that lie in `tmp_path`, for a model of so many layers and KV heads."""
+def load_gates(tmp_path, monkeypatch):
+    """Reads gates that lie in `tmp_path`, a folder at home, for a model of so many layers and KV heads."""
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
     (tmp_path / "full_attention_heads.tsv").write_text(GATES)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     def run(layers=2, heads=3, **changes):
-        recipe = Recipe(method="duo-attention", heads={"pattern": str(tmp_path)}, **changes)
+        recipe = Recipe(method="duo-attention", heads={"pattern": f"~/{tmp_path.name}"}, **changes)
         return load_pattern(recipe, llama_facts(layers, heads))
 
     return run

@@ -6,10 +6,11 @@ import sys
 from unittest.mock import Mock, call
 
 import pytest
+import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.train.log import TrainingLog, read_log
+from leank_convert.train.log import TrainingLog, name_heads, read_log
 from tests.checks import refusal
 from tests.leank_convert.report.records import record
 
@@ -63,6 +64,10 @@ def test_log_gives_back_what_was_written(write, folder):
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["gpu_bytes"] for row in rows] == [None, 12345, None]
     assert [row["pruning_ratio_asked"] for row in rows] == [None, None, 0.7]
+
+
+def test_heads_are_named_by_the_models_layers():
+    assert name_heads(torch.tensor([[False, True], [True, False]]), (3, 7)) == "3.1 7.0"
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "sta', b'{"step": 3}\n', b"\0\0\xff", b"[" * 100_000])

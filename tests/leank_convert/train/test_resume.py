@@ -15,6 +15,7 @@ from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, run
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory, load_state
 from tests.checks import refusal
 from tests.leank_convert.train.conftest import without_times
@@ -123,6 +124,12 @@ def test_training_works_outside_the_main_thread(resume, tmp_path, recipe):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(resume, tmp_path, recipe, resume=False).result()
     assert TrainingDirectory(tmp_path).mask.exists()
+
+
+def test_the_recipe_of_a_run_at_home_is_found(uninterrupted, recipe, retriever_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(uninterrupted.parent))
+    found = choose_recipe(None, retriever_folder, run="~/uninterrupted", training=True)
+    assert found.stage1 == recipe.stage1
 
 
 def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finished, caplog):
