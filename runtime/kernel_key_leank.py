@@ -9,6 +9,9 @@ import torch
 TILE = 64
 """Tokens of a tile: the M of one wgmma."""
 
+HEAD_START = 4
+"""Whole tiles that take as long as a program instance does from one head to the next."""
+
 LANES = 8
 """Numbers that a thread of a glue kernel loads at once: it divides all sizes, so that rows lie aligned."""
 
@@ -99,7 +102,8 @@ def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torc
     """Count the tiles of pruned and of whole tokens before each row, and in all rows.
 
     Once per step, for all layers; asks the device nothing. Tiles that lie wholly among tokens that all
-    columns see pruned are pruned ones, all others are whole ones.
+    columns see pruned are pruned ones, all others are whole ones. `HEAD_START` of these are not there: they
+    stand for the time that a head takes to begin.
 
     Args:
         seen: Tokens of its row that a column sees `[B, d]`, int32.
@@ -112,7 +116,8 @@ def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torc
     num_tiles = (seen[:, -1] + (TILE - 1)) // TILE
     first = -(-sink_size // TILE)
     num_pruned = ((pruned[:, 0] + sink_size) // TILE - first).clamp(min=0)
-    counts = torch.stack([num_pruned, num_tiles - num_pruned], dim=1).cumsum(0, dtype=torch.int32)
+    num_whole = torch.add(num_tiles - num_pruned, num_tiles.clamp(max=1), alpha=HEAD_START)
+    counts = torch.stack([num_pruned, num_whole], dim=1).cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(counts, (0, 0, 1, 0))
 
 

@@ -2,10 +2,11 @@
 
 A tile is 64 tokens of one head of one row, at positions 64 t … 64 t + 63. The work of an attention
 launch is one line: row after row, in a row head after head, in a head tile after tile, first those of pruned
-tokens, then all others. A tile is as long as the bytes of K and V that it reads, and every program instance
-takes an equal stretch of the line: a head of width 96 is shared by more instances than one of width 32, and
-one row of 128K tokens fills the chip as well as 64 rows do. A tile belongs to the stretch that its first
-unit lies in. The host knows nothing of this: lengths, widths and positions are data on the device.
+tokens, then all others. A tile is as long as the time it takes, a head's first one longer by the time it
+takes to begin a head, and every program instance takes an equal stretch of the line: a head of width 96 is
+shared by more instances than one of width 32, and one row of 128K tokens fills the chip as well as 64 rows
+do. A tile belongs to the stretch that its first unit lies in. The host knows nothing of this: lengths,
+widths and positions are data on the device.
 
     the line:     row 0 [head 0 ......][head 1 ............] row 1 [head 0 ..][head 1 ....] ...
     instances:    |-------- 0 --------|-------- 1 --------|-------- 2 --------| ...
@@ -29,7 +30,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_key_leank import TILE
+from .kernel_key_leank import HEAD_START, TILE
 
 T: Any = tilelang.language  # which the other files of kernels take from here
 
@@ -175,8 +176,11 @@ def locate_segment(
     seg[Seg.END] = (
         seg[Seg.BEGIN] + pruned_cost + (plan[seg[Seg.ROW] + 1, 1] - plan[seg[Seg.ROW], 1]) * whole_cost
     )
-    low = T.max(span[0] - seg[Seg.BEGIN], 0)
+    # The first tile lies behind the head's start, and is taken with its first unit.
+    low = span[0] - seg[Seg.BEGIN]
+    low = T.if_then_else(low > 0, T.max(low - HEAD_START * whole_cost, 1), 0)
     high = T.min(span[1], seg[Seg.END]) - seg[Seg.BEGIN]
+    high = T.if_then_else(high > 0, T.max(high - HEAD_START * whole_cost, 1), 0)
     seg[Seg.FIRST] = T.if_then_else(
         low <= pruned_cost,
         (low + cost - 1) // cost,

@@ -25,6 +25,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         total: Any, state: Any, parts: Any, lse: Any,
     ) -> None:  # fmt: skip
         program = T.alloc_var("int32")
+        place = T.alloc_var("int32")
         earlier_top = T.alloc_var("float32")
         weight = T.alloc_var("float32")
         for i in T.serial((last - first + count) // count):
@@ -32,20 +33,10 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             for p in T.unroll(count):
                 program = T.min(first + i * count + p, last)
                 # The first instance ends with this head, unless it also began with it.
-                part_lse[p] = lse[
-                    program,
-                    T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
-                    query,
-                ]
-                if first + i * count + p > last:
-                    part_lse[p] = NEG
+                place = T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0)
+                part_lse[p] = T.if_then_else(first + i * count + p > last, NEG, lse[program, place, query])
                 for j in parallel(d):
-                    part[p, j] = parts[
-                        program,
-                        T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
-                        query,
-                        j,
-                    ]
+                    part[p, j] = parts[program, place, query, j]
             for p in T.unroll(count):
                 state[0] = T.max(state[0], part_lse[p])
             weight = T.exp2(earlier_top - state[0])

@@ -118,22 +118,22 @@ class ChunkLayout:
         dropped chunks, first dropped chunk of V (-1 without any), cost of a tile of pruned tokens, that cost
         summed over earlier heads, kept chunks of V, place among `value_heads` (-1 for width 0). The last row:
         kept chunks, 0, kept chunks of V, dropped chunks, 0, dropped chunks of V, cost of a tile of whole
-        tokens, the summed cost of pruned tiles, 0, the number of `value_heads`. Costs are bytes of K and V in
-        units of a chunk, plus one for what any tile costs.
+        tokens, the summed cost of pruned tiles, 0, the number of `value_heads`. A cost is a time: half of a
+        whole tile's is the same for every tile, the other half follows the bytes. The unit is a chunk's.
         """
         rows: list[tuple[int, ...]] = []
         kept = dropped = value = window_value = cost = place = 0
+        any_tile = 2 * -(-self.head_dim // self.chunk_size)
         counts = (self.kept_chunks, self.dropped_chunks, self.kept_values, self.dropped_values)
         for num_kept, num_dropped, num_values, num_window in zip(*counts, strict=True):
-            tile = num_kept + -(-num_values * self.value_chunk // self.chunk_size) + 1 if num_kept else 0
+            of_values = -(-num_values * self.value_chunk // self.chunk_size)
+            tile = any_tile + num_kept + of_values if num_kept else 0
             first_value, first_window = value if num_values else -1, window_value if num_window else -1
-            seeing = place if num_kept else -1
             row = (kept, num_kept, first_value, dropped, num_dropped, first_window, tile, cost, num_values)
-            rows.append((*row, seeing))
+            rows.append((*row, place if num_kept else -1))
             kept, dropped, cost = kept + num_kept, dropped + num_dropped, cost + tile
             value, window_value, place = value + num_values, window_value + num_window, place + bool(num_kept)
-        whole = 2 * -(-self.head_dim // self.chunk_size) + 1
-        return (*rows, (kept, 0, value, dropped, 0, window_value, whole, cost, 0, place))
+        return (*rows, (kept, 0, value, dropped, 0, window_value, 2 * any_tile, cost, 0, place))
 
     def chunk_index(self, channel_order: torch.Tensor) -> torch.Tensor:
         """Say which channel every lane of every chunk holds, given those of each head, kept ones first.
