@@ -99,7 +99,8 @@ def benchmark_generate(
             for case in cases:
                 results.append(bench.run_case(*case))
                 _print_case(report, results[-1], models.attention, drafts)
-    return report.document("generate", **models.facts, **measured, cases=results)
+    ok = models.check["ok"] and all("why" not in case["sides"][OURS] for case in results)
+    return report.document("generate", **{**models.facts, "ok": ok}, **measured, cases=results)
 
 
 class _Bench:
@@ -115,10 +116,10 @@ class _Bench:
         self._refused = {name: why for name in named if (why := measuring.attempt(self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
-        """Measure all sides one after the other; a peer that fails has a reason and no figures."""
+        """Measure all sides one after the other; one that fails has a reason and no figures."""
         prompt = random_prompt(self._shared.ours, batch_size, num_prompt)
         measuring.release_memory(self._setup.device)
-        sides = {OURS: self._measure(OURS, prompt, num_new)}
+        sides = {OURS: measuring.attempt(self._measure, OURS, prompt, num_new)}
         for name in self._named:
             measuring.release_memory(self._setup.device)
             sides[name] = self._refused.get(name) or measuring.attempt(self._measure, name, prompt, num_new)
@@ -350,7 +351,8 @@ _COMPARED = {
 
 def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
     """How many times as fast ours is, by each way of measuring that the peer has, and what bytes allow."""
-    return {name: peer[key] / ours[key] if key in peer else None for name, key in _COMPARED.items()}
+    known = peer.keys() & ours.keys()
+    return {name: peer[key] / ours[key] if key in known else None for name, key in _COMPARED.items()}
 
 
 def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: int | None) -> None:

@@ -64,7 +64,7 @@ def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, thread
     rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
     measured = setup.take_layers(chosen)
-    report = Report(setup.device, setup.describe(), for_cpu=True)
+    report = Report(setup.device, measured.describe(), for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {OPSET}, "
         f"{weights} weights, float32 cache"

@@ -114,7 +114,7 @@ def benchmark_serve(
     # Else the first server's start would be the only one that waits for the disk.
     subprocess.run([sys.executable, "-c", _IMPORTS], env={**os.environ, **QUIET}, capture_output=True)
     sides: dict[str, Any] = {}
-    for name in (OURS, *named):
+    for name in (names := (OURS, *named)):
         side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
         with TemporaryDirectory() as temporary:
             folder, log = Path(temporary, "model"), Path(temporary, "server.log")
@@ -122,13 +122,13 @@ def benchmark_serve(
             write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, folder)
             try:
                 _measure_side(report, name, side, loads, folder, log)
-            except (LeanKError, KeyboardInterrupt) as error:
-                failed = isinstance(error, LeanKError)
+            except (LeanKError, OSError, ValueError, KeyboardInterrupt) as error:
+                failed = not isinstance(error, KeyboardInterrupt)
                 for line in read_log(log)[-_LINES_OF_LOG:] if failed else ():
                     report.line(f"  {line}")
-                if not any(each["runs"] for each in sides.values()):
+                if not any(each["runs"] for each in sides.values()) and (name == names[-1] or not failed):
                     raise
-                side["error"] = error.message if isinstance(error, LeanKError) else "interrupted"
+                side["error"] = getattr(error, "message", str(error)) if failed else "interrupted"
                 hint = getattr(error, "hint", None)
                 report.line(f"{name}: {side['error']}" + (f"; {hint}" if hint else ""))
                 if not failed:

@@ -132,7 +132,8 @@ def _byte_table(experiment: Experiment) -> str:
     answers = experiment.parts[plan.weighed_on]
     dense, num_tokens = kept[DENSE_NAME], kept["tokens"]
     lines = []
-    for entry in sorted(plan.weighed, key=lambda entry: -kept[entry.name]["held"]):
+    weighed = [entry for entry in plan.weighed if entry.name in kept]
+    for entry in sorted(weighed, key=lambda entry: -kept[entry.name]["held"]):
         used, scores = kept[entry.name], answers.scores(entry.name)
         change = None if entry is DENSE else subtract(scores, answers.scores(DENSE_NAME))
         lines.append(
@@ -175,7 +176,10 @@ def _text_table(experiment: Experiment) -> str:
 def _with_interval(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
-    mean, half = fmean(values), _Z_95 * stdev(values) / math.sqrt(len(values))
+    # Texts are few: Student's t, within 1% of it from six on.
+    z, freedom = _Z_95, len(values) - 1
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    mean, half = fmean(values), t * stdev(values) / math.sqrt(len(values))
     return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
 
 

@@ -39,7 +39,8 @@ def load_graph(path: Path, threads: int | None = None, settings: Mapping[str, st
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what fails is raised
     if threads is not None:
-        require(1 <= threads <= 1024, f"threads is {threads}: pass 1 to 1024, or None")
+        valid = isinstance(threads, int) and 1 <= threads <= 1024
+        require(valid, f"threads is {threads!r}: pass a whole number from 1 to 1024, or None")
         options.intra_op_num_threads = threads
     for name, value in (settings or {}).items():
         options.add_session_config_entry(name, value)
@@ -143,7 +144,8 @@ class Session:
         Raises:
             LeanKOnnxError: If the rows cannot be.
         """
-        require(prompt_chunk >= 1, f"prompt_chunk is {prompt_chunk}: pass 1 or more")
+        valid = isinstance(prompt_chunk, (int, np.integer)) and prompt_chunk >= 1
+        require(valid, f"prompt_chunk is {prompt_chunk!r}: pass a whole number, 1 or more")
         return self._feed(self._rows_to_read(rows), prompt_chunk, all_logits)
 
     def generate(

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import pytest
 import torch
 
 from bin.benchmarks import serve
@@ -55,6 +56,13 @@ def test_what_the_other_sides_measured_is_kept(monkeypatch, capsys):
     assert "  RuntimeError: no room\ndense: vLLM's server did not start: RuntimeError: no room\n" in said
     assert "leank: 1 of 2 requests were not answered; lower them" in said
     assert said.count("better than all-channels") == 1
+
+
+def test_where_ours_does_not_start_the_others_are_measured(monkeypatch):
+    document = measure(monkeypatch, {"leank": "start"})
+    assert [len(side["runs"]) for side in document["sides"].values()] == [0, 3, 3]
+    with pytest.raises(LeanKError, match="did not start"):
+        measure(monkeypatch, dict.fromkeys(("leank", "all-channels", "dense"), "start"))
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, capsys):

@@ -179,6 +179,7 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
         ("w1", {}, "prompts is no list"),
         ({"w1": 5}, {}, "prompts is no list"),
         ([[5]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5: pass 1, 2 or more"),
+        ([[5]], {"prompt_chunk": 2.5}, "prompt_chunk is 2.5: pass a whole number, 1 or more"),
         (["w1 \udcff"], {}, r"the text is not UTF-8: '\\udcff' at character 3"),
         ([[5, 64]], {}, r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
         ([[5], [6.5]], {}, r"prompts\[1\] is \[6.5\]: pass"),
@@ -209,6 +210,8 @@ def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(ex
 
 def test_without_a_tokenizer_tokens_are_answered_and_text_is_refused(copied):
     (copied / "tokenizer.json").unlink()
+    with pytest.raises(LeanKOnnxError, match="threads is '2': pass a whole number from 1 to 1024"):
+        LeanKOnnx(copied, threads="2")
     model = LeanKOnnx(copied)
     assert len(model.generate([[5, 6]], max_new_tokens=3)[0]) == 3
     with pytest.raises(LeanKOnnxError, match=r"has no tokenizer\.json"):
