@@ -160,8 +160,12 @@ class LeanKCache(Cache):
         return num_columns <= MAX_DRAFT and self.rows.is_split
 
     def known_mask(self, num_columns: int) -> torch.Tensor | None:
-        """Return None: pruned layers need no mask of so many new columns, they know their rows' padding."""
-        return None
+        """Return which columns are real `[B, columns]`, so many new ones included, None without padding.
+
+        Pruned layers know it by themselves once the prompt is split.
+        """
+        total = self.get_seq_length() + num_columns
+        return None if self.rows.is_split else self.rows.extended_padding(None, total)
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
         """Make writable what a decode step writes, and make room for it; pruned layers need no mask."""
@@ -179,8 +183,8 @@ class LeanKCache(Cache):
         for layer in self.pruned_layers:
             layer.num_columns += num_columns
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
+    def addresses(self) -> tuple[object, ...]:
+        """Return objects of which one is another whenever a tensor of the cache becomes another one."""
         return (
             self.rows.addresses,
             *(layer.store.addresses if layer.store else 0 for layer in self.pruned_layers),
@@ -201,6 +205,9 @@ class LeanKCache(Cache):
         length = self.get_seq_length()
         count = max(length - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
         if count == 0:
+            for layer in self.layers:  # so that those which record what a crop may want back forget it
+                if getattr(layer, "record_past", False):
+                    layer.crop(0)
             return
         if count > length:
             raise ValueError(f"crop of {count} tokens from a cache that holds {length}")

@@ -86,7 +86,8 @@ def stretch_bounds(
         plan[rows, 0] * table[num_heads, Head.EARLIER]
         + plan[rows, 1] * num_heads * table[num_heads, Head.COST]
     )
-    per_instance = (total + count - 1) // count
+    # Where tiles are fewer than instances, parts of a head would have no tile.
+    per_instance = T.max((total + count - 1) // count, table[num_heads, Head.COST])
     span[0] = index * per_instance
     span[1] = T.min((index + 1) * per_instance, total)
 

@@ -16,7 +16,7 @@ from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, count_whole
 from .parts_leank import load_part
 from .pruned_attention_leank import decode_attention
-from .rows_leank import RowState
+from .rows_leank import UNFINISHED, RowState, check_rows
 from .step_leank import Append, Step
 from .store_leank import ChunkStore
 from .turns_leank import attend_turn
@@ -130,6 +130,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         The tokens enter the cache when the attention function calls `handle.attend`.
         """
+        check_rows(key_states.shape[0], self.batch_size)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = AttentionHandle(self, self.num_columns, key_states, value_states)
@@ -174,7 +175,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         """Append new tokens `[B, H_kv, d, D]`, and attend with their queries `[B, H, d, D]`; sinks `[H]`."""
         store, append = self.store, step.append
-        assert store is not None and append is not None
+        if store is None or append is None:  # the pass that was to split the prompt failed in this layer
+            raise RuntimeError(UNFINISHED)
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.dtype) for states in (key, value))

@@ -71,7 +71,7 @@ class MixedCache(LeanKCache):
         return None
 
     def known_mask(self, num_columns: int) -> torch.Tensor | None:
-        """Return what is known of padding `[B, columns]`, so many new ones included; None without any."""
+        """Return which columns are real, as for a cache without other layers, also once it is split."""
         return self.rows.extended_padding(None, self.get_seq_length() + num_columns)
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
@@ -107,8 +107,8 @@ class MixedCache(LeanKCache):
                 own.copy_(held)
             holder[key] = self._own[index] = own
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
+    def addresses(self) -> tuple[object, ...]:
+        """Return objects of which one is another whenever a tensor of the cache becomes another one."""
         seen = () if self._seen is None else (self._seen.data_ptr(),)
         return (*super().addresses(), *seen, *(holder[key].data_ptr() for holder, key in self._places()))
 

@@ -223,11 +223,12 @@ class LeanKMixin:
                     "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
                     "pass one, or `use_cache=False` for a custom mask"
                 )
-            total = cache.get_seq_length() + tokens.shape[1]
-            if attention_mask.shape[1] != total:
+            (rows, total), (given_rows, given) = tokens.shape[:2], attention_mask.shape
+            total += cache.get_seq_length()
+            if (given_rows, given) != (rows, total):
                 raise ValueError(
-                    f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
-                    f"{total}; pass the mask of the whole conversation"
+                    f"attention_mask covers {given} tokens of {given_rows} rows, cache and input hold "
+                    f"{total} of {rows}; pass the mask of the whole conversation"
                 )
         elif hasattr(cache, "known_mask"):  # not what tools pass in a cache's place, of which all is pruned
             attention_mask = cache.known_mask(tokens.shape[1])
@@ -257,7 +258,7 @@ class LeanKMixin:
 
         valid = None
         if attention_mask is not None:
-            valid = attention_mask[:, -tokens.shape[1] :].expand(tokens.shape[:2])
+            valid = attention_mask[:, -tokens.shape[1] :]
         cache.prepare_step(tokens.shape[1], attention_mask)
         try:
             output = cache.graph.run(self, cache, inputs, valid, forward)

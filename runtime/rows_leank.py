@@ -16,7 +16,6 @@ row's length the host knows an upper bound, and gives the row pages for that bef
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -25,13 +24,16 @@ from .kernel_key_leank import MAX_DRAFT
 from .pages_leank import PageTables, pages_of, spread_pages
 from .step_leank import Append, Columns, Split, Step
 
-# Numbers for tensors that were allocated: none is given twice, so an old one never looks current.
-_ADDRESSES = itertools.count(1)
+UNFINISHED = "an earlier forward pass did not reach every layer; call `reset()` on the cache and begin again"
 
 
-def new_address() -> int:
-    """Return a number that no other allocation has."""
-    return next(_ADDRESSES)
+def check_rows(given: int, held: int | None) -> None:
+    """Raise a ValueError if the input has another number of rows than a cache that is not empty."""
+    if held not in (None, given):
+        raise ValueError(
+            f"the input has {given} rows, the cache holds {held}; use `batch_repeat_interleave` or "
+            "`batch_select_indices` on the cache, or a cache of its own"
+        )
 
 
 def is_writable(tensor: torch.Tensor) -> bool:
@@ -78,10 +80,11 @@ class RowState:
         # Real and pruned tokens per row `[B]`, int32, updated in place; None while empty or pending.
         self.lengths: torch.Tensor | None = None
         self.pruned_lengths: torch.Tensor | None = None
-        self.addresses = new_address()  # another one whenever these two become other tensors
+        # Another one whenever these two become other tensors, also in a copy of the cache.
+        self.addresses = object()
         self.bounds: list[int] = []  # upper bound of each row's length (host)
         self.tables: PageTables | None = None  # pages of the rows, with room for `bounds`
-        # Real columns `[B, columns]`, any dtype; those beyond its last one are real in all rows. None where
+        # Real columns `[B, columns]`, bool; those beyond its last one are real in all rows. None where
         # there was no padding.
         self.padding: torch.Tensor | None = None
         # Which of the next columns are real `[B, d]`, bool, for a decode step that is given no mask and has
@@ -131,14 +134,9 @@ class RowState:
             return self._step.to(device)
         if start != self.num_columns:
             raise RuntimeError(
-                f"a layer holds {start} columns where the cache holds {self.num_columns}: an earlier forward "
-                "pass did not reach every layer; call `reset()` on the cache and begin again"
+                f"a layer holds {start} columns where the cache holds {self.num_columns}: {UNFINISHED}"
             )
-        if self.lengths is not None and self.lengths.shape[0] != batch_size:
-            raise ValueError(
-                f"the input has {batch_size} rows, the cache holds {self.lengths.shape[0]}; use "
-                "`batch_repeat_interleave` or `batch_select_indices` on the cache, or a cache of its own"
-            )
+        check_rows(batch_size, None if self.lengths is None else self.lengths.shape[0])
         num_prefill = self.num_prefill_columns(num_columns)
         num_decode = num_columns - num_prefill
         split = append = None
@@ -229,7 +227,7 @@ class RowState:
             order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)[:, : self.max_length]
         self.lengths = lengths
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
-        self.addresses = new_address()
+        self.addresses = object()
         tables = self.make_room(0, num_columns)
         kept, window = (pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds))
         return Split(real, order, lengths.clone(), kept, window, tables)
@@ -239,7 +237,7 @@ class RowState:
         assert self.lengths is not None and self.pruned_lengths is not None
         if not is_writable(self.lengths):
             self.lengths, self.pruned_lengths = self.lengths.clone(), self.pruned_lengths.clone()
-            self.addresses = new_address()
+            self.addresses = object()
         return self.lengths, self.pruned_lengths
 
     def _append_one(self, valid: torch.Tensor | None, num_columns: int) -> Append:
@@ -367,7 +365,7 @@ class RowState:
                 counter.copy_(values)
         else:
             self.lengths, self.pruned_lengths = selected
-            self.addresses = new_address()
+            self.addresses = object()
         is_same = len(rows) == len(self.bounds)
         if is_same and self.tables.is_even and min(self.bounds) == max(self.bounds):
             return rows  # whichever they are: beams need not wait for the device

@@ -10,7 +10,7 @@ from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout
 from .memory_leank import CacheMemory, RegionBytes
 from .pages_leank import PageTables, page_sources
-from .rows_leank import is_writable, new_address
+from .rows_leank import is_writable
 from .step_leank import Append, Split
 from .stored_leank import POOLS, StoreTensors
 
@@ -61,7 +61,7 @@ class ChunkStore:
                     setattr(self, name + suffix, torch.zeros(size, dtype=stored, device=device))
                     pools[-1].append(name + suffix)
         self.pools = pools  # names of all tensors that hold pages, those of the window apart
-        self.addresses = new_address()  # another one whenever a tensor becomes another
+        self.addresses = object()  # another one whenever a tensor becomes another
         tables.on(device)  # now, as it must not be while a step is captured
 
     @property
@@ -88,7 +88,7 @@ class ChunkStore:
                 setattr(self, name, value.clone())
             elif isinstance(value, Constants):
                 setattr(self, name, value.map(torch.clone))
-        self.addresses = new_address()
+        self.addresses = object()
 
     def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
         """Make writable what is stored, with its pages as these tables have them; in place if they stay.
@@ -113,7 +113,7 @@ class ChunkStore:
             else:
                 setattr(self, name, pool)
         if not in_place:
-            self.tables, self.addresses = tables, new_address()
+            self.tables, self.addresses = tables, object()
             tables.on(self.kept_keys.device)
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:

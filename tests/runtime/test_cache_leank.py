@@ -1,5 +1,8 @@
 """The cache as an object: bytes, growth, crop, beams, copies, channel masks of one's own."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -163,3 +166,21 @@ class TestOwnChannelMasks:
             mask[1, 0, 5] = False
         with pytest.raises(ValueError, match=message):
             cache.layers[0].set_channel_mask(mask)
+
+
+def test_padding_of_pending_input_is_known_without_a_mask(model_pair):
+    model = model_pair(MASK_WIDTHS).leank
+    mask, positions = padded(24), (padded(24).cumsum(1) - 1).clamp(min=0)
+    found = []
+    for given in (mask, None):
+        cache = model.build_cache("deferred")
+        feed(model, ids(2, 12), cache, attention_mask=mask[:, :12], position_ids=positions[:, :12])
+        more = {"attention_mask": given, "position_ids": positions[:, 12:]}
+        found.append(feed(model, ids(2, 12, 1), cache, **more).logits)
+    assert torch.equal(*found)
+
+
+def test_no_copy_of_a_cache_has_its_addresses(model_pair):
+    cache = feed(model_pair(MASK_WIDTHS).leank, ids(2, 40))[CACHE]
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert not set(cache.addresses()) & set(copied.addresses())

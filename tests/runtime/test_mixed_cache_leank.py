@@ -57,6 +57,17 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     assert cache.memory().other_keys.used == 2 * 3 * (WINDOW - 1) * 16 * 4
 
 
+def test_drafts_that_are_all_taken_leave_no_past_that_a_crop_might_want(model):
+    cache = prefilled(model, 24)
+    if not hasattr(cache, "activate_past_recording"):
+        pytest.skip("this transformers drops what windows passed over, and crops by keeping copies")
+    cache.activate_past_recording()
+    for turn in range(3):
+        decoded(model, cache, ids(1, 4, turn), torch.arange(4)[None] + cache.get_seq_length())
+        cache.crop(0)
+    assert [layer.keys.shape[2] for layer in cache.other_layers.values()] == [WINDOW - 1] * 2
+
+
 def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
     options = {**OPTIONS["qwen3_next"], "layer_types": ["linear_attention", "full_attention"]}
     model = model_pair([[0, 3, 16]], "Qwen3Next", **options).leank

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,7 +67,27 @@ def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, 
     with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
         feed(model, one_row(columns).expand(rows, -1), cache)
     assert cache.get_seq_length() == 21 and cache.rows.lengths.tolist() == [21, 21]
+    with pytest.raises(ValueError, match=f"covers 22 tokens of {rows} rows, .* hold 22 of 2;"):
+        feed(model, one_row(1).expand(2, -1), cache, attention_mask=torch.ones(rows, 22))
     feed(model, one_row(1).expand(2, -1), cache)
+    pending = model.build_cache("deferred")
+    feed(model, one_row().expand(2, -1), pending)
+    with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
+        feed(model, one_row(columns).expand(rows, -1), pending)
+    feed(model, one_row(1).expand(2, -1), pending)
+
+
+def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(model_pair, monkeypatch):
+    model = model_pair(everything()).leank
+    cache = model.build_cache()
+    monkeypatch.setattr(cache.layers[1], "split", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        feed(model, one_row(), cache)
+    with pytest.raises(RuntimeError, match=r"did not reach every layer; call `reset\(\)`"):
+        feed(model, one_row(1), cache)
+    cache.reset()
+    monkeypatch.undo()
+    feed(model, one_row(), cache)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +166,9 @@ def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):
 def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_pair):
     model = model_pair(everything()).leank
     cache = feed(model, one_row())[CACHE]
-    with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
+    with pytest.raises(ValueError, match=f"covers {width} tokens of 1 rows, .* hold 22 of 1;"):
         feed(model, one_row(1), cache, attention_mask=torch.ones(1, width))
-    with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
+    with pytest.raises(ValueError, match=f"covers {21 + width} tokens of 1 rows, .* hold 21 of 1;"):
         feed(model, one_row(), model.build_cache(), attention_mask=torch.ones(1, 21 + width))
     assert feed(model, one_row(1), cache, attention_mask=torch.ones(1, 22))[CACHE].get_seq_length() == 22
 
