@@ -223,11 +223,11 @@ class LeanKMixin:
                     "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
                     "pass one, or `use_cache=False` for a custom mask"
                 )
-            (rows, total), (given_rows, given) = tokens.shape[:2], attention_mask.shape
+            (rows, total), (its_rows, covered) = tokens.shape[:2], attention_mask.shape
             total += cache.get_seq_length()
-            if (given_rows, given) != (rows, total):
+            if (its_rows, covered) != (rows, total):
                 raise ValueError(
-                    f"attention_mask covers {given} tokens of {given_rows} rows, cache and input hold "
+                    f"attention_mask covers {covered} tokens of {its_rows} rows, cache and input hold "
                     f"{total} of {rows}; pass the mask of the whole conversation"
                 )
         elif hasattr(cache, "known_mask"):  # not what tools pass in a cache's place, of which all is pruned
