@@ -147,6 +147,8 @@ def export_model(
     options |= {"recipe": named, "value_pruning_ratio": value_pruning_ratio}
     export = resolve_export(ExportRequest(model, mask, out, **options))
     choice, known = export.choice, export.provenance
+    if flags and value_pruning_ratio is None:
+        check_of_keys(choice.mask, choice.mask_origin)
     wanted = replace(choice.mask, provenance=known)
     if wanted.value_basis is not None and known.value_pruning_ratio_asked == value_pruning_ratio:
         value_pruning_ratio = None  # nothing is left to measure

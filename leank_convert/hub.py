@@ -152,9 +152,11 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     folder = Path(path)
     check_repo_id(repo_id)
     read_leank_config(folder)
-    own = None  # without a list, all of it
+    own = stale = None  # without a list, all of it
     if (folder / DIGESTS_NAME).exists():
         own = [escape(name) for name in (*read_digests(folder), DIGESTS_NAME)]
+        # Of an upload before: transformers reads one file of weights rather than a list of several.
+        stale = ["model*.safetensors*", "*_leank.py"]
     api = HfApi()
     with _hub_errors(repo_id, uploads=True):
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -162,6 +164,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
             repo_id=repo_id,
             folder_path=str(path),
             allow_patterns=own,
+            delete_patterns=stale,
             ignore_patterns=[f"{TRAINING_FOLDER}/**"],
             commit_message="Upload a LeanK checkpoint",
         )

@@ -194,7 +194,7 @@ def check_of_keys(mask: ChannelMask, origin: str) -> None:
     if mask.value_basis is not None:
         raise LeanKError(
             f"mask `{origin}` prunes V already, {mask.value_pruning_ratio:.1%} of it",
-            hint="name the mask of K alone that it was made beside, or ask for no ratio of V",
+            hint="name the mask of K alone that it was made beside, or leave the ratio of V out",
         )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.checkpoint_io import CONFIG_NAME, ratios_hint, read_config
+from leank_convert.checkpoint_io import CONFIG_NAME, ratios_hint, read_config, read_leank_config
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
@@ -29,10 +29,10 @@ _PAGE_NAME = "analysis.html"
 _PAIRS_PER_LINE = 8
 
 
-def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
-    """Load a mask by its file, hub id or folder, and tell the bytes of one number in the cache.
+def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
+    """Load a mask by its file, hub id or folder, and tell the bytes of a number, and what caches store.
 
-    They are those of a checkpoint's dtype, 2 of a mask alone.
+    Both are a checkpoint's; of a mask alone they are 2 and None, numbers as they come.
 
     Raises:
         LeanKError: If there is no mask, or it cannot be read.
@@ -46,11 +46,12 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
         named = "name a mask file, the folder of a training run, or a converted checkpoint"
         raise LeanKError(where, hint=ratios_hint(folder) or named)
     mask = load_mask(path)
-    dtype = None
+    dtype = kv_dtype = None
     if folder.is_dir() and (folder / CONFIG_NAME).exists():
         config = read_config(folder)
         dtype = config.get("dtype") or config.get("torch_dtype")
-    return mask, bytes_of(str(dtype))
+        kv_dtype = read_leank_config(folder)[1].get("kv_dtype") if "leank" in config else None
+    return mask, bytes_of(str(dtype)), kv_dtype
 
 
 @dataclass(frozen=True)

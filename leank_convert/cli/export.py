@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,12 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
-    from leank_convert.export.adapter import ADAPTER_FOLDER, check_adapter, convert_adapter, converted_for
+    from leank_convert.export import adapter as adapters
 
-    beside = out / ADAPTER_FOLDER
+    beside = out / adapters.ADAPTER_FOLDER
     if adapter is not None:
-        replaces = choices["overwrite"] and converted_for(beside) is not None
-        check_adapter(adapter, beside, model=model, replaces=replaces)
+        replaces = choices["overwrite"] and adapters.converted_for(beside) is not None
+        adapters.check_adapter(adapter, beside, model=model, replaces=replaces)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -91,8 +90,8 @@ def export(
 
         export_checkpoint(model, mask_path, out, **options)
     if adapter is not None:
-        shutil.rmtree(beside, ignore_errors=True)
-        click.echo(convert_adapter(adapter, out, beside))
+        adapters.remove_converted(beside)
+        click.echo(adapters.convert_adapter(adapter, out, beside))
     finish_export(out, repo_id, private)
 
 

@@ -35,7 +35,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe
 from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
-from leank_convert.trust import check_code
+from leank_convert.trust import check_code, check_config
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
@@ -88,6 +88,7 @@ def load_evaluated(
         tokenizer = load_tokenizer(folder, trust=trust)
     else:
         folder = resolve_model(checkpoint)
+        check_config(folder)
         config = read_config(folder)
         if "leank" in config:
             raise LeanKError(

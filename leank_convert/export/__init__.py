@@ -9,7 +9,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.export.adapter import ADAPTER_FOLDER, converted_for, order_of
+from leank_convert.export.adapter import ADAPTER_FOLDER, converted_for, order_of, remove_converted
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import (
     copy_companions,
@@ -184,7 +183,7 @@ def write_export(
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
         if made_for not in (None, order_of(config["leank"])):
-            shutil.rmtree(beside)
+            remove_converted(beside)
             logging.getLogger("leank_convert").warning("removed `%s`, of the checkpoint before", beside)
     except OSError as error:
         raise _cannot_export(error, out, checkpoint) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +39,7 @@ from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 ADAPTER_FOLDER = "adapter"  # where `export` puts it, in the checkpoint
+_FILES = {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
 _MERGE = "merge it into the original model (`merge_and_unload`), then convert that with the checkpoint's mask"
 # PEFT puts its own names before those of the model; of a model without a head, `model.` lacks.
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(layers\.\d+\.self_attn\.\w+)\.(.+)")
@@ -66,7 +68,7 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
             that has no order of heads known here, or DoRA's magnitudes of a V that is pruned; or if one
             cannot be read, or `out` not be written.
     """
-    out, origin = user_path(out), resolve_model(checkpoint)
+    out, origin = check_folder(user_path(out)), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
@@ -104,11 +106,20 @@ def converted_for(folder: Path) -> str | None:
     return read_header(path).metadata.get("leank") if path.is_file() else None
 
 
+def remove_converted(folder: Path) -> None:
+    """Remove a converted adapter, and its folder where nothing else lies in it."""
+    for name in _FILES:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def check_adapter(
     adapter: str | Path, out: Path, *, model: str | None = None, replaces: bool = False
 ) -> tuple[dict[str, Any], SafetensorsHeader]:
     """Check an adapter before there is a checkpoint of its `model`; return its settings and header."""
-    if check_folder(out).exists() and any(out.iterdir()) and not replaces:
+    held = {path.name for path in out.iterdir()} if check_folder(out).exists() else set()
+    if held - (_FILES if replaces else set()):
         raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
     folder = resolve_model(adapter)
     settings = _read_settings(folder)

@@ -72,8 +72,8 @@ class MaskAnalysis:
         }
 
 
-def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
-    """Find out how a mask's channels are distributed, and what that saves at so many bytes a number."""
+def analyze_mask(mask: ChannelMask, element_bytes: int = 2, kv_dtype: str | None = None) -> MaskAnalysis:
+    """Find out how a mask's channels are distributed, and what that saves; as `count_cache_bytes`."""
     kept, rotated = mask.channel_mask.double(), mask.rotated_channels.double()
     by_pair = rotated.mean((0, 1)).view(2, -1).mean(0).tolist()
     neighbours = [_neighbours_median(by_pair, pair) for pair in range(len(by_pair))]
@@ -90,7 +90,7 @@ def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
         outliers=_find_outliers(by_pair, neighbours, smallest_step=1 / (2 * num_heads)),
         kept_by_layer=tuple(kept.mean((1, 2)).tolist()),
         widths=mask.widths,
-        cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes, value_widths=mask.stored_values),
+        cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes, kv_dtype, mask.stored_values),
         num_heads=num_heads,
         heads_per_width=dict(sorted(Counter(width for layer in mask.widths for width in layer).items())),
         empty_by_layer=empty_by_layer,

@@ -33,14 +33,15 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands in for the hub's API; `uploaded` are the files that it was sent."""
-    hub = Mock(uploaded=set())
+    """Stands in for the hub's API; `uploaded` are the files that it was sent, `held` those that it has."""
+    hub = Mock(uploaded=set(), held=set())
     hub.create_repo.side_effect = lambda repo_id, **_: f"https://huggingface.co/{repo_id}"
 
-    def upload(*, repo_id, folder_path, commit_message, **patterns):
+    def upload(*, repo_id, folder_path, commit_message, delete_patterns, **patterns):
         files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
         names = [str(path.relative_to(folder_path)) for path in files]
         hub.uploaded = set(filter_repo_objects(names, **patterns))
+        hub.held = set(filter_repo_objects(hub.held, ignore_patterns=delete_patterns)) | hub.uploaded
 
     hub.upload_folder.side_effect = upload
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
@@ -95,8 +96,11 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_non
     digests = {"format_version": 1, "files": dict.fromkeys(listed, "")}
     (checkpoint / DIGESTS_NAME).write_text(json.dumps(digests))
     (checkpoint / "notes.txt").write_text("private")
+    theirs, stale = {"README.md", "notes.txt"}, {"model.safetensors.index.json", "kernel_fp8_leank.py"}
+    hub.held = {*theirs, *stale, "model-00001-of-00002.safetensors"}
     push_to_hub(checkpoint, "me/model")
     assert hub.uploaded == {*listed, DIGESTS_NAME}
+    assert hub.held == hub.uploaded | theirs
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
         push_to_hub(checkpoint, "me/other")

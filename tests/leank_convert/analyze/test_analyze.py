@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.kv_scales import describe_cache
 from leank_convert.mask import ChannelMask
 from leank_convert.report.distribution import analyze_mask
-from tests.checks import done, rejected, run
+from tests.checks import done, edit_json, rejected, run
 
 SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
 SHORT += ["--set", "data.tasks=[retrieval, multi_value]"]
@@ -74,6 +76,12 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
     assert found["widths"] == [[12, 0, 0, 0], [0, 0, 0, 0], [0, 5, 0, 0]]
     assert found["element_bytes"] == 4
     assert found["model"] == "llama-model"
+    leank = read_json(out / "config.json")["leank"]
+    edit_json(out / "config.json", leank={**leank, **describe_cache("int4", None)})
+    told, shown = (
+        json.loads(done(name, out, "--json"))["bytes_per_token"] for name in ("analyze", "inspect")
+    )
+    assert told == shown and told["key_pruned"] < found["bytes_per_token"]["key_pruned"]
 
 
 def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(save, tmp_path):

@@ -45,6 +45,15 @@ def test_a_mask_without_windows_gets_those_that_export_gives_it():
         assert (found.sink_size, found.recent_size, found.flush_size) == expected
 
 
+def test_a_model_beside_a_mask_that_names_a_hubs_kernel_is_refused(source_model):
+    source = source_model()
+    edit_json(source / "config.json", attn_implementation="owner/kernel")
+    with refusal(
+        "`attn_implementation` is 'owner/kernel', a kernel that transformers would download and run"
+    ):
+        load_evaluated(source, torch.device("cpu"), mask="testbed-70")
+
+
 @pytest.mark.parametrize("keys", [{"text_config": {}}, {"text_config": "x"}], ids=str)
 def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of):
     out = copy_of(shipped_checkpoint)

@@ -174,6 +174,8 @@ def test_quantized_weights_stay_and_take_the_basis_of_those_that_they_were_made_
     assert not failed(out, source) and read_json(out / "config.json")["leank"]["value_basis"] is True
     with refusal(f"no basis of V is measured on model .*`{name}` is quantized", "that it was quantized from"):
         export_model(source, whole(mask), tmp_path / "b", value_pruning_ratio=0.5)
+    with refusal("prunes V already", "leave the ratio of V out"):
+        export_model(source, mask, tmp_path / "b", value_pruning_ratio=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
