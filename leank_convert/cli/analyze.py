@@ -60,7 +60,7 @@ def analyze(
 
     if out is not None:
         check_writable(out)
-    mask, *numbers = load_artifact(artifact)
+    mask, element_bytes, kv_dtype = load_artifact(artifact)
     measured = None
     if model is not None:
         from leank_convert.analyze.measurement import measure
@@ -70,7 +70,7 @@ def analyze(
         recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)
         asked = {"num_samples": num_samples or 2, "seed": 1_000_000 if seed is None else seed}
         measured = measure(mask, artifact, model, recipe, **asked, device=device, progress=True)
-    report = AnalysisReport(mask, analyze_mask(mask, *numbers), measured, artifact)
+    report = AnalysisReport(mask, analyze_mask(mask, element_bytes, kv_dtype), measured, artifact)
     if out is not None:
         click.echo(report.write(out), err=True)
     print_result(report, AnalysisReport.to_text, None, as_json=as_json)
