@@ -56,7 +56,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     text = read_text_part(config, config_file)
     config = text or config
     facts = read_model_facts(config, origin=str(config_file))
-    is_local = str(path) != TESTBED and Path(path).exists()
+    is_local = str(path) != TESTBED and user_path(path).exists()
     known = known_name(config_file.parent if is_local else path)
     name = None if known is None else packaged_recipe(known)
     ratio, windows = _PRUNING_RATIO, derive_windows(facts.max_position_embeddings)

@@ -149,7 +149,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     """
     from huggingface_hub import HfApi
 
-    folder = Path(path)
+    folder = user_path(path)
     check_repo_id(repo_id)
     read_leank_config(folder)
     own = stale = None  # without a list, all of it
@@ -162,7 +162,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repo_id,
-            folder_path=str(path),
+            folder_path=str(folder),
             allow_patterns=own,
             delete_patterns=stale,
             ignore_patterns=[f"{TRAINING_FOLDER}/**"],

@@ -21,6 +21,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.estimate import WINDOW_SIZES, Row, estimate_model, find_config, list_estimate_rows
+from leank_convert.files import user_path
 from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
     INT4_GROUP_SIZE,
@@ -67,7 +68,7 @@ def _inspect(path: str | Path) -> dict[str, Any]:
     config_file = find_config(path)
     if config_file is not None:
         return estimate_model(path, config_file)
-    path = Path(path)
+    path = user_path(path)
     if not path.exists():
         try:
             path = find_by_name(str(path))

@@ -239,7 +239,7 @@ def _packaged_files() -> dict[str, Traversable]:
 
 
 def _read_text(path_or_name: str | Path) -> str:
-    name, path = str(path_or_name), Path(str(path_or_name))
+    name, path = str(path_or_name), Path(path_or_name).expanduser()
     packaged = _packaged_files()
     try:
         is_file, exists = path.is_file(), path.exists()

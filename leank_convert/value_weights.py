@@ -72,14 +72,14 @@ def check_values_belong(
         raise LeanKError(
             f"mask `{mask_origin}` has a basis of V for copies of {shorten(known.model)}, and nothing says "
             f"that model `{model_origin}` is one",
-            hint="measure a basis for it by `--value-pruning-ratio`, with a mask that has none",
+            hint="measure one for it by `leank-convert export --value-pruning-ratio`, with a mask without",
         )
     if known.value_weights != digest_values(checkpoint, facts):
         raise LeanKError(
             f"mask `{mask_origin}` has a basis of V for other weights of `v_proj` and `o_proj` than those of "
             f"model `{model_origin}`",
-            hint=f"name the weights that it was measured on, {shorten(known.model)}, or measure a basis for "
-            "these by `--value-pruning-ratio`, with a mask that has none",
+            hint=f"name the weights that it was measured on, {shorten(known.model)}, or measure one for "
+            "these by `leank-convert export --value-pruning-ratio`, with a mask without",
         )
 
 

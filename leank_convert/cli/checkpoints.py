@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from leank_convert.cli.export import quiet_transformers
-from leank_convert.cli.options import checkpoint_argument, json_option, out_option, trust_option
+from leank_convert.cli.options import UserPath, checkpoint_argument, json_option, out_option, trust_option
 from leank_convert.tables import listing
 
 
 @click.command(short_help="Check a checkpoint or an ONNX folder.")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath())
 @click.option(
     "--source",
     metavar="MODEL",

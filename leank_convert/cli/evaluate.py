@@ -11,6 +11,7 @@ from leank_convert.cli.options import (
     MAX_COUNT,
     MAX_TOKENS,
     SEED,
+    UserPath,
     also_option,
     checkpoint_argument,
     device_option,
@@ -50,7 +51,7 @@ from leank_convert.cli.options import (
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=UserPath(file_okay=False),
     help="With --task longbench or gsm-infinite and the extra `datasets`: the folder of its published files.",
 )
 @click.option(
@@ -61,7 +62,7 @@ from leank_convert.cli.options import (
 )
 @click.option(
     "--questions",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(dir_okay=False),
     help="With --task qa and the extra `datasets`: .json or .jsonl of records (question, answers, "
     "documents), or SQuAD's .json.",
 )
@@ -108,7 +109,7 @@ def evaluate(
 @click.option(
     "--text",
     "text_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(dir_okay=False),
     required=True,
     help="The text: a file of plain text in UTF-8.",
 )

@@ -146,7 +146,7 @@ def check_choices(
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")
-    read = ("windows", "mask", *(("model", "data") if measures else ("model.config_overrides",)))
+    read = ("windows", "mask", *(("model", "data", "seed") if measures else ("model.config_overrides",)))
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not key.startswith(read):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from leank_convert.evaluate.names import ALSO
+from leank_convert.files import user_path
 from leank_convert.methods import METHODS, Budget
 from leank_convert.windows import MAX_WINDOW
 
@@ -20,6 +21,18 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 MAX_TOKENS = MAX_WINDOW
 MAX_COUNT = 10_000  # of prompts, questions, measurements
 SEED = click.IntRange(0, 2**63 - 1)
+
+
+class UserPath(click.Path):
+    """A path; what shells leave of `~`, as in `--out=~/out`, is expanded."""
+
+    def __init__(self, **options: Any) -> None:
+        """Take options of `click.Path`."""
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a path."""
+        return user_path(super().convert(value, param, ctx))
 
 
 class FiniteRange(click.FloatRange):
@@ -34,9 +47,9 @@ class FiniteRange(click.FloatRange):
 
 
 out_option = click.option(
-    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
+    "-o", "--out", type=UserPath(file_okay=False), required=True, help="Folder to write."
 )
-checkpoint_argument = click.argument("checkpoint", type=click.Path(path_type=Path))
+checkpoint_argument = click.argument("checkpoint", type=UserPath())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
 evaluated_mask_option = click.option(
     "--mask",
@@ -60,7 +73,7 @@ overwrite_option = click.option(
 
 def results_option(text: str) -> Callable[[_Command], _Command]:
     """`--out`, a folder that may be left out."""
-    return click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help=text)
+    return click.option("-o", "--out", type=UserPath(file_okay=False), help=text)
 
 
 def also_option(default: str = "") -> Callable[[_Command], _Command]:

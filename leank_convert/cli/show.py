@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import click
 
@@ -24,7 +23,7 @@ def _read_bytes(given: str) -> int:
 
 
 @click.command(short_help="Show what is in a mask, checkpoint, ONNX folder or model.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--with-recipe", is_flag=True, help="Print the recipe, too, that the mask was made by.")
 @click.option(
     "--memory",
@@ -44,7 +43,7 @@ def _read_bytes(given: str) -> int:
 )
 @json_option
 def inspect(
-    path: Path,
+    path: str,
     with_recipe: bool,
     memory: int | None,
     tokens: int | None,

@@ -130,7 +130,7 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
         what = "cannot be loaded" if said else "is refused by transformers"
         raise LeanKError(
             f"`{folder}` {what}: {first_line(error)}",
-            hint=f"`leank-convert verify {folder}` lists what is wrong with a checkpoint",
+            hint=f"`leank-convert verify {folder}` lists what is wrong" if trust_remote_code else None,
         ) from error
     return model.to(device).eval()
 

@@ -45,7 +45,7 @@ class RoundedAnswers:
         if not self.divergence <= MAX_DIVERGENCE:  # NaN, too
             raise LeanKError(
                 f"model `{model}` loses its answers: {self.render()}; at most {MAX_DIVERGENCE} is taken",
-                hint="leave `--kv-dtype` out, or export it all the same with `--force`",
+                hint="leave `--kv-dtype` out, or write it all the same by `leank-convert export --force`",
             )
 
 

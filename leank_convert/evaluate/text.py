@@ -26,7 +26,7 @@ from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, warn_
 from leank_convert.evaluate.names import PRUNED, check_names
 from leank_convert.evaluate.prefill import run_prefill
 from leank_convert.evaluate.variants import Dense, Masked, Variant, find_variants
-from leank_convert.files import open_file, write_atomically
+from leank_convert.files import open_file, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.progress import progress_bar
 from leank_convert.report.figures import INK
@@ -158,7 +158,7 @@ def evaluate_text(
     earlier result, or as `measure_rows`.
     """
     check_names(also)
-    out = None if out is None else Path(out)
+    out = None if out is None else user_path(out)
     if out is not None:
         check_folder(out)
         if (out / JSON_NAME).exists():
@@ -166,8 +166,8 @@ def evaluate_text(
                 f"`{out / JSON_NAME}` is the result of an earlier run",
                 hint="name another folder with `--out`, or remove that file",
             )
-    text = _read_text(Path(text_file))
-    evaluated = load_evaluated(Path(checkpoint), choose_device(device), mask=mask, trust=trust)
+    text = _read_text(user_path(text_file))
+    evaluated = load_evaluated(user_path(checkpoint), choose_device(device), mask=mask, trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     result = compare_text(
         evaluated,

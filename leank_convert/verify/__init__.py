@@ -28,7 +28,8 @@ def verify_checkpoint(folder: str | Path, source: str | Path | None = None) -> R
     Raises:
         LeanKError: If `folder` is neither, `source` is no complete model, or ONNX's packages are missing.
     """
-    if not is_onnx_folder(user_path(folder)):
+    folder = user_path(folder)
+    if not is_onnx_folder(folder):
         return verify_weights(folder, source)
     # Imports transformers, for which a checkpoint's checks have no use.
     from leank_convert.verify.onnx_folder import verify_onnx

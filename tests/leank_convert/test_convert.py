@@ -168,7 +168,7 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
         patch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
         told = rejected(*train)
     assert "model `biased` loses its answers: on " in told
-    assert "or export it all the same with `--force`" in told
+    assert "or write it all the same by `leank-convert export --force`" in told
     assert sorted(path.name for path in out.iterdir()) == [MASK_FILE_NAME, "leank"]
     assert not (tmp_path / "out.partial").exists()
     trained = load_mask(out / MASK_FILE_NAME)

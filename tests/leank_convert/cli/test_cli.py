@@ -173,3 +173,15 @@ def test_a_signal_ends_a_command_and_leaves_nothing_half_written(number, code, t
         signal.signal(signal.SIGINT, before)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, f"error: {told}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_home_is_found_where_shells_leave_it_to_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert done("export", "testbed", "--out=~/out") == f"{tmp_path / 'out'}\n"
+    assert "every shard carries" in done("verify", "~/out")
+    assert json.loads(done("inspect", "~/out", "--json"))["path"] == str(tmp_path / "out")
+    (tmp_path / "r.yaml").write_text("seed: 3\n")
+    assert "seed: 3" in done("recipes", "~/r.yaml")
+    done("analyze", "testbed-70", "--out=~/page")
+    assert (tmp_path / "page").is_dir() and not (tmp_path / "~").exists()
