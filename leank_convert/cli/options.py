@@ -32,7 +32,7 @@ class UserPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a path."""
-        return user_path(super().convert(value, param, ctx))
+        return user_path(str(super().convert(value, param, ctx)))
 
 
 class FiniteRange(click.FloatRange):
