@@ -239,11 +239,12 @@ def _packaged_files() -> dict[str, Traversable]:
 
 
 def _read_text(path_or_name: str | Path) -> str:
-    name, path = str(path_or_name), Path(path_or_name).expanduser()
+    name, path = str(path_or_name), Path(path_or_name)
     packaged = _packaged_files()
     try:
+        path = path.expanduser()
         is_file, exists = path.is_file(), path.exists()
-    except OSError:  # a name longer than files have
+    except (OSError, RuntimeError):  # a name longer than files have; nobody's home
         is_file = exists = False
     if name in packaged and not is_file:
         return packaged[name].read_text(encoding="utf-8")
