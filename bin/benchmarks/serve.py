@@ -163,7 +163,9 @@ def _measure_side(
         for load in loads:
             run = _measure(load, url, folder, bench)
             side["runs"].append(run)
-            report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
+            first, each = run["first_token_milliseconds"], run["token_milliseconds"]
+            told = f"{run['output_tokens_per_second']:,.0f} tokens/s, the first after {first:,.0f} ms"
+            report.line(f"{name}, {load.describe()}: {told}, then {each:,.2f} ms each")
 
 
 def _kept_page(options: Sequence[str]) -> int:
