@@ -70,14 +70,14 @@ class DecodeKernels:
         self.arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
         by_hand = [hopper_attention(shape)] if by_tma else []
-        self.attends_turns = by_tma and key.has_glue and key.head_dim in (64, 128)
+        self.attends_turns = by_tma and key.has_turns and key.head_dim in (64, 128)
         if self.attends_turns:
             by_hand.append(attend_turn(shape, per_block))
         others = [merge_parts, append_tokens]
         if key.has_glue:
             others += [rope_append, add_norm, silu_mul]
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
-        if key.has_glue:
+        if key.has_turns:
             functions.append(copy_rows(shape, for_kernel=self.attends_turns))
         # Other GPUs take the library's products.
         self._steps = STEPS if hopper and key.has_glue else {}
@@ -90,7 +90,9 @@ class DecodeKernels:
             self._attend_turn = next(kernels)
         self._merge, self._append = next(kernels), next(kernels)
         if key.has_glue:
-            self._rope_append, self._add_norm, self._silu_mul, self._copy_rows = itertools.islice(kernels, 4)
+            self._rope_append, self._add_norm, self._silu_mul = itertools.islice(kernels, 3)
+        if key.has_turns:
+            self._copy_rows = next(kernels)
         # By the most rows of each; products of more are the library's.
         self.products = dict(zip(self._steps, kernels, strict=True))
         self._num_multiprocessors = properties.multi_processor_count

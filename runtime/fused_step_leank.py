@@ -6,14 +6,15 @@ and up another. Their weights lie side by side in one piece of memory for that: 
 become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
 was there before (`own_storages`).
 
-It computes what the stock classes of seven families compute, with their rounding, and serves no others.
+It computes what the stock classes of seven families compute, with their rounding, and serves no others;
+`run_layers` also runs models of vLLM's whose modules have the same names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,25 +100,49 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
     unturned = cos, sin
     if not all(getattr(layer.self_attn, "use_rope", True) for layer in base.layers):
         unturned = torch.ones_like(cos), torch.zeros_like(sin)  # some of SmolLM3's layers rotate nothing
-    hidden = hidden.flatten(0, 1)
-    kernels, delta = cache.layers[0].kernels, None
+    kernels = cache.layers[0].kernels
     assert kernels is not None
-    for layer, stored in zip(base.layers, cache.layers, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
-        projected = _product(kernels, normed, *_parts(attention, "qkv_proj", _QKV))
+
+    def attend(index: int, projected: Product) -> torch.Tensor:
+        attention = base.layers[index].self_attn
         angles = (cos, sin) if getattr(attention, "use_rope", True) else unturned
-        attended = _attend(cache, stored, attention, batch_size, projected, *angles)
-        delta = _product(kernels, attended, attention.o_proj)
-        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
-        gated = kernels.silu_mul(_product(kernels, normed, *_parts(mlp, "gate_up_proj", _GATE_UP)))
-        delta = _product(kernels, gated, mlp.down_proj)
-    _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
+        return _attend(cache, cache.layers[index], attention, batch_size, projected, *angles)
+
+    normed = run_layers(kernels, base, hidden.flatten(0, 1), attend)
     normed = normed.view(batch_size, num_columns, -1)
     held: dict[str, Any] = {CACHE: cache}
     if head is None:
         return BaseModelOutputWithPast(last_hidden_state=normed, **held)
     return CausalLMOutputWithPast(logits=head(normed), **held)
+
+
+def run_layers(
+    kernels: DecodeKernels,
+    base: Any,
+    hidden: torch.Tensor,
+    attend: Callable[[int, Product], torch.Tensor],
+) -> torch.Tensor:
+    """Run a model's layers and its last norm.
+
+    Args:
+        kernels: What serves all but attention.
+        base: The model; weights of a product are one tensor, or lie side by side.
+        hidden: Its hidden states before the layers `[T, hidden]`.
+        attend: Given a layer's number and projections, appends and attends: `[T, H * D]`.
+
+    Returns:
+        Hidden states behind the norm `[T, hidden]`.
+    """
+    delta = None
+    for index, layer in enumerate(base.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
+        attended = attend(index, _product(kernels, normed, *_parts(attention, "qkv_proj", _QKV)))
+        delta = _product(kernels, attended, attention.o_proj)
+        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
+        gated = kernels.silu_mul(_product(kernels, normed, *_parts(mlp, "gate_up_proj", _GATE_UP)))
+        delta = _product(kernels, gated, mlp.down_proj)
+    return kernels.add_norm(hidden, delta, *_norm(base.norm))[1]
 
 
 def _attend(

@@ -27,6 +27,9 @@ BLOCK = 64
 MAX_PARTS = 4
 """Most parts of such a block."""
 
+MAX_ROWS = 64
+"""Most rows of a product."""
+
 TURN_QUERIES, TURN_TOKENS = 128, 128
 """Queries of a KV head that a block of a turn's attention takes, and tokens that it takes at once."""
 
@@ -51,7 +54,8 @@ class KernelKey:
         load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
         cache_dtype: Of the cache, where it is not that of queries.
         has_sinks: Whether query heads have attention sinks.
-        has_glue: Whether there are kernels around attention: those of a fused step, and of a second turn.
+        has_glue: Whether there are the kernels of a fused step around attention.
+        has_turns: Whether there are those of a second turn.
         value_chunk: Channels of a chunk of V, F; 0 stands for D.
     """
 
@@ -66,6 +70,7 @@ class KernelKey:
     cache_dtype: torch.dtype | None = None
     has_sinks: bool = False
     has_glue: bool = True
+    has_turns: bool = True
     value_chunk: int = 0
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ the weights, is on its way before the kernel ahead has ended.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from .kernel_key_leank import BLOCK, MAX_PARTS
+from .kernel_key_leank import BLOCK, MAX_PARTS, MAX_ROWS
 from .kernel_leank import FULL_ROW, WARPGROUP
 from .kernel_line_leank import T, loops
 
 # By tokens of a kernel: inputs of a step, and steps in flight; two instances fit on a multiprocessor.
-STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), 64: (128, 3)}
+STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), MAX_ROWS: (128, 3)}
 
 
 @T.macro

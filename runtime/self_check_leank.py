@@ -64,7 +64,7 @@ def disagreement(kernels: DecodeKernels) -> float:
         pairs = [_check_attention(kernels, several)]
         if key.has_glue:
             pairs += _check_glue(kernels, several, random)
-        if key.has_glue and key.load_tokens == TILE:
+        if key.has_turns and key.load_tokens == TILE:
             pairs.append(_check_turn(kernels, _make_step(key, 5, random)))
         doubles = [(ours.double(), expected.double()) for ours, expected in pairs]
         errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in doubles])

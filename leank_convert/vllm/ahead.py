@@ -30,23 +30,22 @@ _compilations: list[threading.Thread] = []
 
 
 def compile_ahead(keys: Iterable[KernelKey]) -> None:
-    """Begin to compile what layers will ask for, so that no request waits."""
-    if not (keys := list(keys)):
-        return
+    """Begin to compile what layers will ask for, so that no request waits: kernels of a fused step apart."""
+    keys = list(keys)
+    for own in ([key for key in keys if key.has_glue], [key for key in keys if not key.has_glue]):
+        if own:
+            _compilations.append(threading.Thread(target=_compile_and_load, args=[own], daemon=True))
+            _compilations[-1].start()
+
+
+def _compile_and_load(keys: list[KernelKey]) -> None:
     command, silent = [sys.executable, "-I", "-c", _PROGRAM], subprocess.DEVNULL
     given = pickle.dumps([path for path in sys.path if path]) + pickle.dumps(keys)
-
-    def compile_and_load() -> None:
-        # Whatever fails there fails here, too, and again where a layer asks, which tells of it.
-        with contextlib.suppress(Exception):
-            subprocess.run(
-                command, input=given, stdout=silent, stderr=silent, timeout=_MOST_SECONDS, check=False
-            )
-        with contextlib.suppress(Exception):
-            compile_all(keys)
-
-    _compilations.append(threading.Thread(target=compile_and_load, daemon=True))
-    _compilations[-1].start()
+    # Whatever fails there fails here, too, and again where a layer asks, which tells of it.
+    with contextlib.suppress(Exception):
+        subprocess.run(command, input=given, stdout=silent, stderr=silent, timeout=_MOST_SECONDS, check=False)
+    with contextlib.suppress(Exception):
+        compile_all(keys)
 
 
 def wait_for_kernels() -> None:
@@ -61,6 +60,6 @@ def compile_all(keys: list[KernelKey]) -> None:
 
     with ThreadPoolExecutor(len(keys)) as pool:
         made = list(pool.map(DecodeKernels, keys))
-        # Other numbers of columns have the same ones.
-        of_pages = {replace(kernels.key, num_queries=8): kernels.arch for kernels in made}
+        # Other numbers of columns have the same ones, and those of rows of many have no glue.
+        of_pages = {replace(own.key, num_queries=8): own.arch for own in made if not own.key.has_glue}
         list(pool.map(compile_page_kernels, of_pages, of_pages.values()))

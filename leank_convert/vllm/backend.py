@@ -293,14 +293,9 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         if attn_metadata is None:  # memory is measured: that of a prompt put together is part of it
             key.new_empty(2, layer.most_keys, *key.shape[1:])
             return output.zero_()
-        step = window_step = attn_metadata
-        if layer.first is not None:
-            kv_cache, step = layer.first.kv_cache, get_forward_context().attn_metadata[layer.first.layer_name]
-        if layer.window is not None:
-            window_step = get_forward_context().attn_metadata[layer.window.layer_name]
+        store, step, window_step = open_store(layer, kv_cache, attn_metadata)
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))
         value = _by_heads(rotate, value, layer.value_basis)
-        store = _store_of(layer, kv_cache, step, window_step)
         if layer.takes_over and layer.window is not None:
             step.take_over(window_step, store.window_keys.shape[2], layer.sizes)
         rows, runs = step.cut(layer.sizes, layer.most_keys)
@@ -406,21 +401,32 @@ def _to_columns(states: torch.Tensor, num_columns: int) -> torch.Tensor:
     return states.unflatten(0, (-1, num_columns)).transpose(1, 2)
 
 
-def _store_of(
-    layer: Any, kv_cache: torch.Tensor, step: LeanKMetadata, window_step: LeanKMetadata
-) -> StoreTensors:
-    """View the layer's part of both groups' pages."""
-    window = None if layer.window is None else layer.window.kv_cache
+def open_store(
+    layer: Any, kv_cache: torch.Tensor, step: LeanKMetadata
+) -> tuple[StoreTensors, LeanKMetadata, LeanKMetadata]:
+    """View a layer's part of both groups' pages; return it, and what the step does to either group.
+
+    `kv_cache` and `step` are the layer's own, which those of the layer that has its pages take the place of.
+    """
+    window, window_step = None, step
+    if layer.first is not None:
+        kv_cache, step = layer.first.kv_cache, get_forward_context().attn_metadata[layer.first.layer_name]
+    if layer.window is not None:
+        window, window_step = (
+            layer.window.kv_cache,
+            get_forward_context().attn_metadata[layer.window.layer_name],
+        )
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
-    tables = step.block_table, window_step.block_table
     store = StoreTensors(
         *pages,
         layer.chunk_index,
         layer.head_table,
-        *tables,
+        step.block_table,
+        window_step.block_table,
         layer.key_mean,
         layer.key_scale,
         layer.value_scale,
     )
     # vLLM's pages of a cache in FP8 are bytes.
-    return store if layer.key_scale is None else store.map_memory(lambda pool: pool.view(FP8))
+    store = store if layer.key_scale is None else store.map_memory(lambda pool: pool.view(FP8))
+    return store, step, window_step

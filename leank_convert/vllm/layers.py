@@ -67,6 +67,7 @@ class LeanKAttention(Attention):
         start: Where the layer begins in a token's numbers of its page.
         window: Whose cache the window's pages are; None where no layer drops a channel.
         told_prompts: Of the first layer, tokens of a step's prompts, where vLLM's newer runner tells them.
+        is_fused: Whether there are decode steps that run fused.
         takes_over: Whether another engine reads the prompts.
         most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
@@ -102,6 +103,7 @@ class LeanKAttention(Attention):
         self.sizes = settings.windows
         self.pages = pages
         self.told_prompts: list[int] = []
+        self.is_fused = False
         self.takes_over = _has_role(vllm_config, "kv_consumer")
         self.most_keys = vllm_config.model_config.max_model_len
         drafts = vllm_config.speculative_config
@@ -187,7 +189,8 @@ class LeanKAttention(Attention):
             "load_tokens": self._load_tokens,
             "cache_dtype": None if cache_dtype == self.dtype else cache_dtype,
             "has_sinks": self.has_sink,
-            "has_glue": False,
+            "has_glue": self.is_fused and num_columns == self._num_columns,
+            "has_turns": False,
         }
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -34,6 +34,7 @@ from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.ahead import compile_ahead
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
+from leank_convert.vllm.fused_step import FUSED, FusedModel
 from leank_convert.vllm.layers import LeanKAttention
 from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
@@ -113,6 +114,9 @@ class _LeanKForCausalLM:
             firsts.setdefault(part, module.attn)
         self._pages = pages
         self._attentions = [module.attn for module in modules]
+        if isinstance(self, FusedModel) and self.can_fuse(vllm_config):
+            for attention in self._attentions:
+                attention.is_fused = True
         compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
         self._has_output_bias = modules[0].o_proj.bias is not None
         self._has_gate = getattr(modules[0], "attn_output_gate", False)
@@ -284,8 +288,9 @@ def __getattr__(name: str) -> Any:
     stock = ModelRegistry.models.get(name.removeprefix("LeanK"))
     if stock is None or not name.startswith("LeanK"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    bases = (_LeanKForCausalLM, stock.load_model_cls())
-    if issubclass(bases[1], TransformersForCausalLM):
+    model_class = stock.load_model_cls()
+    bases = _LeanKForCausalLM, *((FusedModel,) if model_class.__name__ in FUSED else ()), model_class
+    if issubclass(model_class, TransformersForCausalLM):
         _register_transformers_model(name)
     return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
 

@@ -191,7 +191,7 @@ class PlainKernels:
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None, out=None):
         seen = plan - pruned  # a plan of another step shows
         batch, num_columns = seen.shape
         fallen = torch.zeros(query.shape[:3])  # what a sink's logit falls by, as all others do
@@ -207,7 +207,7 @@ class PlainKernels:
             """All that tables name `[B, rows of the pool, tokens, numbers]`; what is not there is NaN."""
             pages = table.clamp(0, len(pool) - 1).long()
             taken = as_bytes(pool)[pages].view(pool.dtype).to(query.dtype)
-            return taken.transpose(1, 2).flatten(2, 3)
+            return taken.transpose(1, 2).flatten(2, 3)[:, :, :capacity]
 
         kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
         dropped, window = (
@@ -243,6 +243,8 @@ class PlainKernels:
             parts = [weights @ values[:, None, value + chunk] for chunk in range(num_values)]
             weights = torch.where(whole[:, None], weights, 0)
             parts += [weights @ window[:, None, first_window + chunk] for chunk in range(num_window)]
-            out = torch.cat(parts, -1)
-            outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
-        return torch.cat(outputs, 1)
+            joined = torch.cat(parts, -1)
+            scale = 1 if store.value_scale is None else store.value_scale[:, head, None, None]
+            outputs.append(joined * scale)
+        attended = torch.cat(outputs, 1)
+        return attended if out is None else out.copy_(attended)

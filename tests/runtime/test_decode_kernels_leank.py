@@ -42,11 +42,18 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
     ("generation", "instructions", "num_kernels", "num_overlapping", "change"),
     [
         ((9, 0), ("wgmma_ss", "tma_load"), 12, 9, {}),
-        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 64}),
-        ((9, 0), ("wgmma_rs", "tma_load"), 3, 2, {"has_glue": False, "value_chunk": 32, "cache_dtype": FP8}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 10, 9, {"has_turns": False}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {"has_glue": False, "has_turns": False, "value_chunk": 64}),
+        (
+            (9, 0),
+            ("wgmma_rs", "tma_load"),
+            3,
+            2,
+            {"has_glue": False, "has_turns": False, "value_chunk": 32, "cache_dtype": FP8},
+        ),
         ((8, 0), ("mma", "cp_async_gs"), 7, 0, {"value_chunk": 64}),
     ],
-    ids=["Hopper", "attention alone, V in chunks", "the same in FP8", "Ampere, V in chunks"],
+    ids=["Hopper", "without turns", "attention alone, V in chunks", "the same in FP8", "Ampere, V in chunks"],
 )
 def test_what_decoding_launches_compiles_without_a_gpu(
     generation, instructions, num_kernels, num_overlapping, change, monkeypatch

@@ -3,8 +3,9 @@
 The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, whether
 `scores` are to say how likely these were, and `rounds`: how many of them are answered at once, time after
 time; null is all. `adapters` among the options is the folder of each prompt's LoRA adapter, null without
-one. `transfers` say for each prompt which pages move, and `then` is a run in another process, which takes
-them over. Counters go on from round to round. Of a run that fails the error is said, and the next one begins.
+one. With `fused` decode steps are, and plain torch stands for kernels. `transfers` say for each prompt which
+pages move, and `then` is a run in another process, which takes them over. Counters go on from round to round.
+Of a run that fails the error is said, and the next one begins.
 """
 
 import faulthandler
@@ -16,17 +17,23 @@ import os
 import subprocess
 import sys
 import traceback
-from unittest.mock import MagicMock
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from leank_convert.vllm import fused_step, layers
+from tests.runtime.stand_ins import PlainKernels
 
 # It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
 CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
@@ -70,6 +77,33 @@ def count_running(scheduler):
 
     scheduler.schedule = noted
     return running
+
+
+class Kernels(PlainKernels):
+    """Stand for a GPU's, and note how many requests each layer of a fused step has."""
+
+    key = SimpleNamespace(load_tokens=16)
+
+    def __init__(self, noted, **shape):
+        super().__init__(**shape)
+        self.noted = noted
+
+    def rope_append(self, projected, *given):
+        self.noted.append(len(projected))
+        return super().rope_append(projected, *given)
+
+
+@contextmanager
+def kernels_stand_in(noted):
+    """Let kernels that are not there serve."""
+    # Products of CPUs keep weights in a layout of their own, and drop those that a fused step reads.
+    pack = functools.partial(utils.dispatch_cpu_unquantized_gemm, remove_weight=False)
+    with (
+        patch.object(fused_step, "is_hopper", lambda device: True),
+        patch.object(layers, "find_kernels", lambda *_, **shape: Kernels(noted, **shape)),
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", lambda layer, **_: pack(layer)),
+    ):
+        yield
 
 
 def run(asked):
@@ -122,6 +156,7 @@ def run(asked):
     said["moved"] = sum(
         metric.sum for name, metric in metrics.items() if name == "vllm:nixl_bytes_transferred"
     )
+    said["fused"] = asked["fused"]
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
     said["blocks"] = scheduler.kv_cache_config.num_blocks
     said["groups"] = [
@@ -144,8 +179,10 @@ def main() -> None:
     """Run one engine after the other."""
     for asked in json.loads(sys.argv[1]):
         faulthandler.dump_traceback_later(300, exit=True)  # before who waits for this process gives up
+        noted = asked.setdefault("fused", None)
         try:
-            run(asked)
+            with nullcontext() if noted is None else kernels_stand_in(noted):
+                run(asked)
         except Exception:
             say({"error": traceback.format_exc()})
         cleanup_dist_env_and_memory()

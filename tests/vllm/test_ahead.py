@@ -14,15 +14,15 @@ pytest.importorskip("tilelang")
 from leank_convert._runtime.kernel_key_leank import KernelKey
 from leank_convert.vllm import ahead, page_kernels
 
-KEY = KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8)
+KEY = KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8, has_glue=False)
 
 # Stands for a key: tells which process asked what device it is for.
 TELLING = """
 import os, pathlib
 
 class Key:
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, has_glue):
+        self.path, self.has_glue = path, has_glue
 
     @property
     def device(self):
@@ -42,10 +42,12 @@ def test_another_process_compiles_by_our_packages_first(tmp_path, monkeypatch):
     telling = importlib.import_module("telling")
     ahead.compile_ahead([])
     assert not ahead._compilations
-    ahead.compile_ahead([telling.Key(str(tmp_path / "asked by"))])
+    files = [tmp_path / "asked by", tmp_path / "asked for glue by"]
+    ahead.compile_ahead([telling.Key(str(file), file != files[0]) for file in files])
     ahead.wait_for_kernels()
-    first, *rest = map(int, (tmp_path / "asked by").read_text().split())
-    assert first != os.getpid() and set(rest) == {os.getpid()}  # what it compiled is loaded here
+    asked_by = [[*map(int, file.read_text().split())] for file in files]
+    assert len({os.getpid(), *(first for first, *_ in asked_by)}) == 3  # each has a process to itself
+    assert {process for _, *rest in asked_by for process in rest} == {os.getpid()}  # and is loaded here
     assert not (tmp_path / "was run").exists()
 
 
@@ -53,8 +55,8 @@ def test_kernels_of_pages_are_compiled_once_for_all_numbers_of_columns(monkeypat
     found, of_pages = Mock(side_effect=lambda key: SimpleNamespace(key=key, arch="sm_90a")), Mock()
     monkeypatch.setattr(ahead, "DecodeKernels", found)
     monkeypatch.setattr(page_kernels, "compile_page_kernels", of_pages)
-    wide, other = replace(KEY, num_queries=64), replace(KEY, max_chunks=2)
-    ahead.compile_all([KEY, wide, other])
-    assert {call.args for call in found.call_args_list} == {(KEY,), (wide,), (other,)}
+    keys = [replace(KEY, num_queries=64), (other := replace(KEY, max_chunks=2)), replace(KEY, has_glue=True)]
+    ahead.compile_all([KEY, *keys])
+    assert {call.args for call in found.call_args_list} == {(key,) for key in (KEY, *keys)}
     asked = [call.args for call in of_pages.call_args_list]
     assert sorted(asked, key=str) == sorted([(KEY, "sm_90a"), (other, "sm_90a")], key=str)

@@ -11,7 +11,7 @@ from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import NGRAMS, TWICE, answers_of, ask, run_engines
+from tests.vllm.conftest import NGRAMS, TWICE, answers_of, ask, prune_values, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -19,6 +19,9 @@ OTHERS = [family for family in ARCHITECTURES if family != "llama" and family not
 FEW = {"lengths": (80, 170, 12), "new": 30}
 # Behind 40 tokens answers depend on the CPU: a number between two of FP8 is rounded by how it was added up.
 FP8_NEW = 40
+# Requests that come and go, chunks of prompts beside answers.
+FUSED = {**FEW, "max_model_len": 256, "max_num_seqs": 2}
+FUSED_FAMILIES = ("mistral", "qwen2", "qwen3")
 LONG = {"lengths": tuple(range(90, 106, 2)), "enable_prefix_caching": False}
 
 
@@ -29,7 +32,15 @@ def test_the_mask_changes_answers(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def said(checkpoint, centred, shipped, in_fp8, random_checkpoint, tmp_path_factory):
+def fused(centred, in_fp8, random_checkpoint, tmp_path_factory):
+    """Checkpoints whose decode steps can be fused."""
+    pruned = prune_values(in_fp8, tmp_path_factory.mktemp("values") / "pruned")
+    families = {family: random_checkpoint(family) for family in FUSED_FAMILIES}
+    return {**families, "centred": centred, "fp8, V pruned": pruned}
+
+
+@pytest.fixture(scope="module")
+def said(checkpoint, centred, shipped, in_fp8, fused, random_checkpoint, tmp_path_factory):
     """What every engine says."""
     scaled = shutil.copytree(checkpoint, tmp_path_factory.mktemp("engine") / "scaled")
     weights = load_file(scaled / "model.safetensors")
@@ -51,6 +62,14 @@ def said(checkpoint, centred, shipped, in_fp8, random_checkpoint, tmp_path_facto
         ),
         "scaled": ask(scaled, **FEW),
         "unscaled": ask(checkpoint, kv_cache_dtype="fp8"),
+        **{
+            # A prompt in FP8 attends to itself as it comes, to earlier chunks as they are rounded.
+            f"fused {name}": {
+                **ask(folder, **FUSED, max_num_batched_tokens=256 if "fp8" in name else 64),
+                "fused": [],
+            }
+            for name, folder in fused.items()
+        },
         **{f"other {family}": ask(random_checkpoint(family), **FEW) for family in OTHERS},
     }
     return run_engines(runs)
@@ -88,6 +107,12 @@ def test_drafts_that_are_accepted(said, shipped):
     """It repeats itself where a prompt has no meaning."""
     assert said["drafts"]["answers"] == [answers_of(shipped)]
     assert said["drafts"]["accepted"] > 100
+
+
+@pytest.mark.parametrize("name", [*FUSED_FAMILIES, "centred", "fp8, V pruned"])
+def test_steps_that_are_fused(said, fused, name):
+    assert said[f"fused {name}"]["answers"] == [answers_of(fused[name], **FEW)]
+    assert {1, 2} == {*said[f"fused {name}"]["fused"]}
 
 
 @pytest.mark.parametrize("family", OTHERS)
