@@ -109,7 +109,7 @@ def require_recipe(
             f"`{run}` does not say what model it was made for, so it has no recipe"
             if model is None
             else f"there is no packaged recipe for `{model}`",
-            hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
+            hint="name one of `leank-convert recipes`, or a file, by `--recipe`; or correct the model's name",
         )
     return found
 
