@@ -1,4 +1,4 @@
-"""Compilation of kernels in a process of its own, while vLLM loads and compiles the model.
+"""Compilation of kernels in processes of their own, while vLLM loads and compiles the model.
 
 In one process compilers and Dynamo wait for each other, as Python's lock is one. What is compiled is then
 loaded from TileLang's cache on disk. This module needs nothing of vLLM, which takes long to import.
