@@ -412,10 +412,8 @@ def open_store(
     if layer.first is not None:
         kv_cache, step = layer.first.kv_cache, get_forward_context().attn_metadata[layer.first.layer_name]
     if layer.window is not None:
-        window, window_step = (
-            layer.window.kv_cache,
-            get_forward_context().attn_metadata[layer.window.layer_name],
-        )
+        window = layer.window.kv_cache
+        window_step = get_forward_context().attn_metadata[layer.window.layer_name]
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
     store = StoreTensors(
         *pages,
