@@ -49,6 +49,9 @@ from .kernel_line_leank import (
     weighs_apart,
 )
 
+# Up to so many tokens K and V leave L2 first, and what other kernels read there stays: from 32 on it costs.
+_FEW_TOKENS = 16
+
 # The greatest score of every query, of all warps: one barrier, where TileLang's reduction takes four. It is
 # read before the barrier that weights wait at, so that the next tile may write it anew.
 _TOP_SOURCE = r"""
@@ -124,6 +127,7 @@ def hopper_attention(shape: KernelShape) -> Any:
             T.wgmma_gemm(wide[c % 2], q[c], scores, transpose_B=True, policy=FULL_ROW)
         else:
             T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
+            T.wait_wgmma(0)  # in flight over a branch, ptxas waits after each of its instructions
 
     @T.macro
     def multiply_values(v: Any, weights: Any, out: Any, wide: Any) -> None:
@@ -131,6 +135,8 @@ def hopper_attention(shape: KernelShape) -> Any:
             T.wgmma_gemm(wide, weights, out, transpose_B=True, policy=FULL_ROW)
         else:
             T.wgmma_gemm(v, weights, out, transpose_A=True, transpose_B=True, policy=FULL_ROW)
+        if num_values > 1:
+            T.wait_wgmma(0)  # as above
 
     @T.macro
     def wait() -> None:
@@ -241,14 +247,18 @@ def hopper_attention(shape: KernelShape) -> Any:
                             seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
                         )
                         T.mbarrier_wait_parity(free[stage], phase ^ 1)
-                        load_tile(
-                            lambda source, target, stage=stage: T.tma_copy(
-                                source, target, barrier=ready[stage]
-                            ),
-                            lambda buffer, a, b, start, stop, stage=stage: buffer[stage, a:b, start:stop],
-                            k, v, kept_keys, values, window_keys, window_values, tile, pages, seg,
-                            seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES], columns_of_v,
-                        )  # fmt: skip
+                        for few, policy in ((True, "evict_first"), (False, None)):
+                            if (batch * width <= _FEW_TOKENS) == few:
+                                load_tile(
+                                    lambda source, target, stage=stage, policy=policy: T.tma_copy(
+                                        source, target, barrier=ready[stage], eviction_policy=policy
+                                    ),
+                                    lambda buffer, a, b, start, stop, stage=stage: buffer[
+                                        stage, a:b, start:stop
+                                    ],
+                                    k, v, kept_keys, values, window_keys, window_values, tile, pages, seg,
+                                    seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES], columns_of_v,
+                                )  # fmt: skip
                         T.mbarrier_arrive(ready[stage])
                         stage += 1
                         if stage == stages:
@@ -283,7 +293,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                             if fp8:
                                 T.wait_wgmma(0)
                             if masks[0] != 0:
-                                T.wait_wgmma(0)
+                                T.wait_wgmma(0)  # for ptxas, too: nothing is in flight
                                 drop_pruned(T.Parallel, scores, tile, limits, sink_size)
                         for c in chunks:
                             if c < seg[Seg.NUM_KEPT]:
