@@ -49,7 +49,7 @@ from .kernel_line_leank import (
     weighs_apart,
 )
 
-# Up to so many tokens K and V leave L2 first, and what other kernels read there stays: from 32 on it costs.
+# In steps of at most so many tokens K and V are the first to leave L2, where what other kernels read stays.
 _FEW_TOKENS = 16
 
 # The greatest score of every query, of all warps: one barrier, where TileLang's reduction takes four. It is
