@@ -21,6 +21,7 @@ from .parts_leank import carries, load_part
 
 if TYPE_CHECKING:
     from .layer_leank import LeanKLayer
+    from .step_leank import Step
 
 ATTENTION_NAME = "leank"
 
@@ -59,10 +60,28 @@ class AttentionHandle:
         `s_aux` transformers' name for the logits of attention sinks `[H]`; SDPA takes the rest. Returns the
         output `[B, Q, H, D]` and no attention weights.
         """
-        batch_size, _, num_columns, head_dim = query.shape
-        step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
-        # Only now, so that a refused step leaves the layer as it was.
+        batch_size, _, num_columns, _ = query.shape
+        rows = self.layer.rows
+        step = rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
+        try:
+            out = self._attend(module, query, attention_mask, step, scaling, s_aux, kwargs)
+        except BaseException:
+            rows.forget_step()  # which the same layer would take up in the next pass
+            raise
+        # Only now: a pass that fails leaves a layer with fewer columns than the cache has.
         self.layer.num_columns = self.start + num_columns
+        return out, None
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        step: Step,
+        scaling: float | None,
+        s_aux: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
         prompt = step.num_prefill
         outputs = []
         if prompt:
@@ -78,7 +97,7 @@ class AttentionHandle:
             if not step.num_decode:
                 self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
         if step.num_decode:
-            scale = head_dim**-0.5 if scaling is None else scaling
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
             values, basis = self.value[:, :, prompt:], self.layer.value_basis
             if basis is not None:
                 values = load_part("model_constants").rotate(values, basis)
@@ -90,7 +109,7 @@ class AttentionHandle:
             outputs.append(decoded.transpose(1, 2))
         del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return out.contiguous(), None
+        return out.contiguous()
 
 
 def leank_attention(

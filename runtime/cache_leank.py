@@ -17,7 +17,7 @@ from .layer_leank import LeanKLayer
 from .layout_leank import cut_layers
 from .memory_leank import CacheMemory
 from .parts_leank import load_part
-from .rows_leank import RowState
+from .rows_leank import UNFINISHED, RowState
 from .windows_leank import PRUNE_MODES, check_choice, check_size
 
 
@@ -168,7 +168,12 @@ class LeanKCache(Cache):
         return None if self.rows.is_split else self.rows.extended_padding(None, total)
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
-        """Make writable what a decode step writes, and make room for it; pruned layers need no mask."""
+        """Make writable what a decode step writes, and make room for it; pruned layers need no mask.
+
+        Raises a RuntimeError if an earlier pass failed in between: a replayed step would not notice.
+        """
+        if any(layer.num_columns != self.rows.num_columns for layer in self.pruned_layers):
+            raise RuntimeError(UNFINISHED)
         self.rows.counters()
         self.rows.make_room(num_columns)
         for layer in self.pruned_layers:

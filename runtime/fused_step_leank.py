@@ -157,7 +157,6 @@ def _attend(
     """Append a layer's new tokens and attend, as `AttentionHandle.attend` does `[B * d, H * D]`."""
     num_columns = cos.shape[1]
     step = cache.rows.step(stored.num_columns, batch_size, num_columns, None, cos.device)
-    stored.num_columns += num_columns
     append = step.append
     assert append is not None
     norms = None
@@ -167,6 +166,7 @@ def _attend(
         projected, cos, sin, norms, stored.store.tensors, append.seen, append.valid
     )
     attended: torch.Tensor = stored.attend(query, append, attention.scaling)
+    stored.num_columns += num_columns  # behind all that may fail, as in `AttentionHandle.attend`
     return attended.transpose(1, 2).reshape(batch_size * num_columns, -1)
 
 

@@ -70,9 +70,13 @@ class GenerateMixin:
             kwargs["cache_implementation"] = None
         cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
         cache = earlier_name if cache is None else cache
+        is_assistant = _first_given(kwargs, configs, "is_assistant")
         if cache is None:
             chosen = {name: defaults[name] if value is None else value for name, value in given.items()}
             cache = self.build_cache(**chosen)
+            record: Any = getattr(cache, "activate_past_recording", None)
+            if is_assistant and record is not None:
+                record()  # as transformers does with a cache of its own
         else:
             self._checked_cache(cache, is_filled=True)
             for name, value in given.items():
@@ -91,6 +95,9 @@ class GenerateMixin:
             )
         finally:
             cache.prefill_length = None
+            for layer in cache.other_layers.values():
+                if hasattr(layer, "record_past"):  # which assisted decoding leaves on
+                    layer.record_past = bool(is_assistant)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a ValueError: continuous batching has a paged cache of its own, which is dense."""

@@ -17,6 +17,7 @@ capture_leank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -286,8 +287,9 @@ class DecodeGraph:
             except Exception as error:
                 _restore(saved)
                 if isinstance(error, torch.OutOfMemoryError) and attempt == 1:
-                    # A capture cannot take over memory that is only cached.
-                    torch.cuda.empty_cache()
+                    # A capture cannot take over memory that is only cached. Refused while another captures.
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.empty_cache()
                     continue
                 failure = f"capturing failed: {type(error).__name__}: {error}"
                 kinds = call.model.graph_memory.captured_kinds
@@ -326,8 +328,13 @@ class DecodeGraph:
 
     def _replay(self, call: _Call, captured: _Captured) -> Any:
         call.fill(captured.inputs)
-        captured.graph.replay()
+        # Before the launch: an interrupt comes behind it, when the device has added them already.
         call.cache.advance(call.given.num_columns)
+        try:
+            captured.graph.replay()
+        except Exception:
+            call.cache.advance(-call.given.num_columns)
+            raise
         self.num_replays += 1
         output = {name: call.asked_for(name, held).clone() for name, held in captured.output.items()}
         return captured.output_type(**output, **{CACHE: call.cache})

@@ -16,7 +16,7 @@ from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, count_whole
 from .parts_leank import load_part
 from .pruned_attention_leank import decode_attention
-from .rows_leank import UNFINISHED, RowState, check_rows
+from .rows_leank import RowState, check_rows
 from .step_leank import Append, Step
 from .store_leank import ChunkStore
 from .turns_leank import attend_turn
@@ -175,8 +175,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         """Append new tokens `[B, H_kv, d, D]`, and attend with their queries `[B, H, d, D]`; sinks `[H]`."""
         store, append = self.store, step.append
-        if store is None or append is None:  # the pass that was to split the prompt failed in this layer
-            raise RuntimeError(UNFINISHED)
+        assert store is not None and append is not None
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.dtype) for states in (key, value))

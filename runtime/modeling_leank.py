@@ -217,6 +217,8 @@ class LeanKMixin:
     ) -> Any:
         cache = self.build_cache() if given is None else self._checked_cache(given)
         tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+        if tokens is None:
+            raise ValueError("neither input_ids nor inputs_embeds is given: pass one of them")
         if attention_mask is not None:
             if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
                 raise ValueError(

@@ -131,7 +131,8 @@ def export_onnx(
         check_graph(trials, partial / MODEL_FILE)
         difference = None
         if weights is not None:
-            quantize_weights(partial / MODEL_FILE, weights)
+            with full_disk_named(partial / MODEL_FILE):
+                quantize_weights(partial / MODEL_FILE, weights)
             difference = check_graph(trials, partial / MODEL_FILE, weights)
         companions, _ = read_companions(checkpoint)
         others = {file.name: file.read_bytes() for file in (*_HOST, checkpoint / MASK_FILE_NAME)}
@@ -196,12 +197,15 @@ def write_graph(pruned: PrunedModel, path: Path) -> None:
             program.optimize()
             for node in program.model.graph.all_nodes():
                 node.metadata_props.clear()  # the source lines it was traced from
-            _save(program, path)
+            with full_disk_named(path):
+                program.save(path, external_data=True)
 
 
-def _save(program: Any, path: Path) -> None:
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Name the weights' file of the graph at `path` where writing it fails; LeanKError."""
     try:
-        program.save(path, external_data=True)
+        yield
     except OSError as error:
         if error.strerror is not None:
             raise

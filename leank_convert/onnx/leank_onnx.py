@@ -1,4 +1,4 @@
-"""Generate text with a model exported by leank-convert; needs numpy, onnxruntime and tokenizers alone.
+"""Generate text with a model exported by leank-convert; needs numpy, onnxruntime and tokenizers.
 
     python leank_onnx.py FOLDER "Why is the sky blue?"
 
@@ -17,8 +17,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, NoReturn
@@ -160,7 +161,8 @@ class LeanKOnnx:
         Raises:
             LeanKOnnxError: If it is no list, or a token is none of the vocabulary.
         """
-        require(not isinstance(prompts, str | dict), "prompts is no list: pass a list of them")
+        is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | dict)
+        require(is_list, "prompts is no list: pass a list of them")
         rows, size = [], self.description.vocab_size
         given: Sequence[str | TokenIds] = prompts
         for number, prompt in enumerate(given):
@@ -218,7 +220,7 @@ def _render(template: str, **variables: Any) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return environment.from_string(template).render(**variables)
@@ -258,10 +260,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return 130
-    except BrokenPipeError:
-        # Whoever reads has enough. What is still buffered must not fail when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as the signal would
+    except OSError as error:
+        if error.filename is None:  # standard output's: what is still buffered must not fail when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever reads has enough
+            return 141  # as the signal would
+        file = str(error.filename or "standard input or output")
+        sys.stderr.write(f"error: `{file:.200}`: {error.strerror}\n")
+        return 2
     return 0
 
 

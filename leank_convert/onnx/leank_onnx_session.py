@@ -111,12 +111,12 @@ class Session:
     @property
     def lengths(self) -> Array:
         """Tokens per row `[B]`, none before the prompts are read."""
-        return np.zeros(0, np.int64) if self.cache is None else self.cache.lengths
+        return np.zeros(0, np.int64) if self.cache is None else self.cache.lengths.copy()
 
     @property
     def pruned_lengths(self) -> Array:
         """How many of them are pruned `[B]`."""
-        return np.zeros(0, np.int64) if self.cache is None else self.cache.pruned_lengths
+        return np.zeros(0, np.int64) if self.cache is None else self.cache.pruned_lengths.copy()
 
     @property
     def cache_bytes(self) -> int:
@@ -178,8 +178,8 @@ class Session:
         Raises:
             LeanKOnnxError: If an argument cannot be.
         """
-        is_count = max_new_tokens >= 1 and max_new_tokens % 1 == 0
-        require(is_count, f"max_new_tokens is {max_new_tokens}: pass 1, 2 or more")
+        is_count = isinstance(max_new_tokens, (int, np.integer)) and max_new_tokens >= 1
+        require(is_count, f"max_new_tokens is {max_new_tokens!r}: pass 1, 2 or more")
         pick = _picker(do_sample, temperature, top_p, seed)
         logits = self.feed(rows, prompt_chunk=prompt_chunk)
         ended = self.model.description.eos_token_ids
@@ -289,9 +289,11 @@ def _picker(
         return lambda logits: int(logits.argmax())
     heat = 1.0 if temperature is None else temperature
     share = 1.0 if top_p is None else top_p
-    require(heat > 0, f"temperature is {heat}: pass more than 0, or do_sample=False for the likeliest token")
-    require(0 < share <= 1, f"top_p is {share}: pass more than 0 and at most 1")
-    require(seed is None or seed >= 0, f"seed is {seed}: pass 0 or more, or None")
+    is_heat, is_share = (isinstance(given, (int, float, np.number)) and given > 0 for given in (heat, share))
+    require(is_heat, f"temperature is {heat!r}: pass more than 0, or do_sample=False for the likeliest token")
+    require(is_share and share <= 1, f"top_p is {share!r}: pass more than 0 and at most 1")
+    is_seed = seed is None or (isinstance(seed, (int, np.integer)) and seed >= 0)
+    require(is_seed, f"seed is {seed!r}: pass a whole number, 0 or more, or None")
     random = np.random.default_rng(seed)
 
     def draw(logits: Array) -> int:

@@ -215,6 +215,28 @@ class TestFailure:
         assert cache.get_seq_length() == 16
         assert_close(model, step(model, cache), step(model, plain))
 
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+    def test_the_host_counts_a_replay_that_was_launched(self, error, graphs, model, monkeypatch):
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            feed_turns(model, each, [15, 1, 1])
+        graph, is_launched = cache.graph.captured_step, error is KeyboardInterrupt
+        replay = graph.replay
+
+        def interrupted():
+            if is_launched:
+                replay()
+            raise error
+
+        monkeypatch.setattr(graph, "replay", interrupted)
+        with pytest.raises(error):
+            step(model, cache, 7)
+        monkeypatch.undo()
+        assert cache.get_seq_length() == 17 + is_launched
+        if is_launched:
+            step(model, plain, 7)
+        assert_close(model, step(model, cache), step(model, plain))
+
     def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model):
         cache = model.build_cache()
         feed_turns(model, cache, [15, 1])

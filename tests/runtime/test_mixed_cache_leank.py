@@ -68,6 +68,14 @@ def test_drafts_that_are_all_taken_leave_no_past_that_a_crop_might_want(model):
     assert [layer.keys.shape[2] for layer in cache.other_layers.values()] == [WINDOW - 1] * 2
 
 
+def test_it_drafts_for_a_model_of_its_kind_and_windows_record_for_a_draft_alone(model, model_pair):
+    main = model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", seed=5, **SLIDING).leank  # which takes few drafts
+    prompt, options = ids(1, 24), {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    expected, cache = main.generate(prompt, **options), main.build_cache()
+    assert torch.equal(main.generate(prompt, assistant_model=model, cache=cache, **options), expected)
+    assert not any(getattr(layer, "record_past", False) for layer in cache.other_layers.values())
+
+
 def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
     options = {**OPTIONS["qwen3_next"], "layer_types": ["linear_attention", "full_attention"]}
     model = model_pair([[0, 3, 16]], "Qwen3Next", **options).leank

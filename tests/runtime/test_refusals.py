@@ -90,6 +90,24 @@ def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(
     feed(model, one_row(), cache)
 
 
+@pytest.mark.parametrize("columns", [1, 40])
+@pytest.mark.parametrize("index", [0, 1, -1])
+def test_nor_does_a_step_that_failed_go_unnoticed(index, columns, model_pair, monkeypatch):
+    model = model_pair(everything()).leank
+    cache = feed(model, one_row())[CACHE]
+    monkeypatch.setattr(cache.layers[index].store, "append", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        feed(model, one_row(columns), cache)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"did not reach every layer; call `reset\(\)`"):
+        feed(model, one_row(columns), cache)
+
+
+def test_a_pass_without_input_is_refused(model_pair):
+    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds is given"):
+        model_pair(everything()).leank(cache=None)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -214,11 +213,12 @@ def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folde
 
 @pytest.mark.usefixtures("without_tracing")
 def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
-    def save(path, external_data):
-        path.with_name("model.onnx.data").write_bytes(b"a part")
-        raise OSError("problem writing element 24576 to file")  # numpy's, without a number
+    def save(_, path):
+        with export.full_disk_named(path):
+            path.with_name("model.onnx.data").write_bytes(b"a part")
+            raise OSError("problem writing element 24576 to file")  # numpy's, without a number
 
-    monkeypatch.setattr(export, "write_graph", lambda _, path: export._save(SimpleNamespace(save=save), path))
+    monkeypatch.setattr(export, "write_graph", save)
     told = rejected("export-onnx", checkpoint, "-o", tmp_path / "out")
     assert "model.onnx.data` could not be written to its end: problem writing element 24576" in told
     assert "hint: most likely the disk is full" in told

@@ -63,11 +63,19 @@ def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
     [
         ([{"name": "rag", "template": "w1"}, {"name": "default", "template": "w2"}], [6]),
         ("{{ bos_token }} w0 {% if tools is none %}{{ eos_token }}{% endif %}", [1, 4, 2]),
+        ("{% if ['é'] | tojson(ensure_ascii=False) == '[\"é\"]' %}w1{% endif %}", [5]),
         ([1, {"name": "default"}], None),
         ([{"name": "rag", "template": "w1"}], None),
         (5, None),
     ],
-    ids=["the default one of several", "with special tokens", "damaged", "no default", "a number"],
+    ids=[
+        "the default one of several",
+        "with special tokens",
+        "with JSON",
+        "damaged",
+        "no default",
+        "a number",
+    ],
 )
 def test_a_chat_template_may_stand_in_the_tokenizers_config(config, tokens, copied):
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
@@ -178,7 +186,12 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
         ([[5], []], {}, r"prompts\[1\] is empty"),
         ("w1", {}, "prompts is no list"),
         ({"w1": 5}, {}, "prompts is no list"),
+        (None, {}, "prompts is no list"),
         ([[5]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5: pass 1, 2 or more"),
+        ([[5]], {"max_new_tokens": "8"}, "max_new_tokens is '8': pass 1, 2 or more"),
+        ([[5]], {"do_sample": True, "temperature": "0.7"}, "temperature is '0.7': pass more than 0"),
+        ([[5]], {"do_sample": True, "top_p": "0.9"}, "top_p is '0.9': pass more than 0"),
+        ([[5]], {"do_sample": True, "seed": 1.5}, "seed is 1.5: pass a whole number"),
         ([[5]], {"prompt_chunk": 2.5}, "prompt_chunk is 2.5: pass a whole number, 1 or more"),
         (["w1 \udcff"], {}, r"the text is not UTF-8: '\\udcff' at character 3"),
         ([[5, 64]], {}, r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
@@ -205,7 +218,9 @@ def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(ex
     ):
         with pytest.raises(LeanKOnnxError, match=message):
             session.feed(turn)
-    assert session.lengths.tolist() == [2, 1]
+    lengths = session.lengths
+    session.feed([[5], [7]])
+    assert (lengths.tolist(), session.lengths.tolist()) == ([2, 1], [3, 2])
 
 
 def test_without_a_tokenizer_tokens_are_answered_and_text_is_refused(copied):

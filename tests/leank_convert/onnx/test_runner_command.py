@@ -97,6 +97,7 @@ def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
         (["FOLDER", "w1", "--threads", "x" * 10**4], "argument --threads: invalid int value: "),
         (["FOLDER", "w1", "--max-new-tokens", str(10**12)], "max_new_tokens is 1000000000000: the model's"),
         (["/dev/zero", "w1"], "`/dev/zero/leank_onnx.json` does not exist"),
+        (["w" * 300, "w1"], "`" + "w" * 199),
     ],
     ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else "",
 )
@@ -131,6 +132,14 @@ def test_standard_input_that_is_no_text_is_told_in_a_line(encoding, copied):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_full_disk_ends_the_command_in_a_line(copied):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, copied / "leank_onnx.py", copied, "w1 w2"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = "error: `standard input or output`: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_a_reader_that_has_enough_ends_the_command_without_a_traceback(copied):
