@@ -2,20 +2,25 @@
 
 vLLM's compiled model leaves products to cuBLAS, and what lies between them to many small kernels. Where each
 request has one new token, few of them all together, a step is the kernels of `fused_step_leank` instead, over
-vLLM's own weights and pages. It is part of the graphs that vLLM captures of such steps.
+vLLM's own weights and pages. It is part of the graphs that vLLM captures of such steps. Ranks of tensor
+parallelism add up what o and down give by vLLM's all-reduce.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
 from leank_convert._runtime.fused_step_leank import run_layers
 from leank_convert._runtime.kernel_key_leank import LANES, MAX_NORMED, MAX_ROWS, Product
 from leank_convert.vllm.backend import LeanKMetadata, open_store
+from leank_convert.vllm.part_sum import find_part_sum
 
 FUSED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of vLLM whose layers are built alike."""
@@ -36,19 +41,19 @@ class FusedModel:
     model: Any
 
     def can_fuse(self, vllm_config: VllmConfig) -> bool:
-        """Whether there are steps to fuse: of plain weights, on one GPU, and with nothing else in between."""
-        model, config = self.model, vllm_config.model_config.hf_config
+        """Whether there are steps to fuse: of plain weights, in one stage, with nothing else in between."""
+        model, config, parallel = self.model, vllm_config.model_config.hf_config, vllm_config.parallel_config
         given = ("quant_config", "lora_config", "kv_transfer_config", "speculative_config")
         return (
             is_hopper(self._attentions[0].chunk_index.device)
             and all(getattr(vllm_config, name) is None for name in given)
-            and vllm_config.parallel_config.world_size == 1
+            and parallel.world_size == parallel.tensor_parallel_size
             # Such models are compiled by running them, which a fused step in their place would not.
             and not vllm_config.compilation_config.compile_sizes
-            and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+            and config.hidden_size % LANES == config.intermediate_size // parallel.world_size % LANES == 0
             and config.hidden_size <= MAX_NORMED
             and [layer.self_attn.attn for layer in model.layers] == self._attentions
-            and all(_is_plain(layer) for layer in model.layers)
+            and all(_is_plain(layer, parallel.world_size) for layer in model.layers)
         )
 
     def forward(
@@ -71,7 +76,8 @@ class FusedModel:
         def attend(index: int, projected: Product) -> torch.Tensor:
             return _attend(self.model.layers[index].self_attn, step, cos, sin, projected)
 
-        return run_layers(self._attentions[0].kernels, self.model, hidden, attend)
+        add_up = [] if self._sum_parts is None else [partial(_add_up, self._sum_parts)]
+        return run_layers(self._attentions[0].kernels, self.model, hidden, attend, *add_up)
 
     def _step_to_fuse(self, num_tokens: int) -> LeanKMetadata | None:
         """The step, if it is one to fuse: None of a batch that only warms up, and of one with padding.
@@ -87,10 +93,25 @@ class FusedModel:
         step: LeanKMetadata = metadata[first.layer_name]
         if step.num_columns != 1 or step.num_tokens != num_tokens:
             return None
-        return None if any(attention.kernels is None for attention in self._attentions) else step
+        return step if self._has_kernels else None
+
+    @cached_property
+    def _sum_parts(self) -> Callable[[Product], torch.Tensor] | None:
+        return find_part_sum(self._attentions[0].kernels) if get_tp_group().world_size > 1 else None
+
+    @cached_property
+    def _has_kernels(self) -> bool:
+        """Whether no rank lacks a kernel: what they add up has to be of one kind."""
+        has_ranks = get_tp_group().world_size > 1
+        needed = [attention.kernels for attention in self._attentions]
+        needed += [self._sum_parts] if has_ranks else []
+        lacking = torch.tensor([None in needed], dtype=torch.int32, device="cpu")
+        if has_ranks:
+            torch.distributed.all_reduce(lacking, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+        return not lacking.item()
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: Any, num_ranks: int) -> bool:
     """Whether a layer computes what its class's name says, without what some releases or options add."""
     attention = layer.self_attn
     rotation = attention.rotary_emb
@@ -102,6 +123,8 @@ def _is_plain(layer: Any) -> bool:
         and getattr(layer, "ada_rms_norm_t_cond", None) is None
         and "forward" not in vars(layer)  # which brings weights from the host
         and attention.attn.value_basis is None
+        # vLLM adds a bias to the sum in one rank, but all have it.
+        and (num_ranks == 1 or attention.o_proj.bias is None is layer.mlp.down_proj.bias)
     )
 
 
@@ -120,3 +143,8 @@ def _attend(
     given = {"sink_size": sink_size, "softmax_scale": layer.impl.scale}
     attended: torch.Tensor = kernels.attend(query, store, *tokens, **given)
     return attended.flatten(1)
+
+
+def _add_up(sum_parts: Callable[[Product], torch.Tensor], own: Product) -> Product:
+    """Add up what all ranks' products gave, in one part."""
+    return Product(tensor_model_parallel_all_reduce(sum_parts(own))[None], 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -16,10 +15,9 @@ from leank_convert._runtime.kernel_key_leank import KernelKey
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot, gather_tokens
+from leank_convert.vllm.checked import make_checked
 from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
 from leank_convert.vllm.rows import PromptRun
-
-logger = logging.getLogger(__name__)
 
 # The check's pages, of two sizes, and its rows: one token, pages that end within a tile, and tiles in a page.
 _PAGE_SIZES, _LENGTHS = (48, 80), (1, 77, 300)
@@ -104,17 +102,8 @@ def find_page_kernels(kernels: DecodeKernels | None) -> PageKernels | None:
     """
     if kernels is None:
         return None
-    try:
-        found = PageKernels(kernels)
-        if is_exact(found):
-            return found
-        reason = "they disagree with plain torch"
-    except torch.OutOfMemoryError:
-        raise  # it says nothing about the kernels, and may pass
-    except Exception as exception:  # whatever a compiler or driver may raise
-        reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
-    logger.warning("Kernels that copy prompts to pages are not used, plain torch is slower: %s", reason)
-    return None
+    told = "Kernels that copy prompts to pages are not used, plain torch is slower"
+    return make_checked(PageKernels, kernels, is_exact, told)
 
 
 def is_exact(copies: PageKernels) -> bool:

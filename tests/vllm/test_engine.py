@@ -66,7 +66,7 @@ def said(checkpoint, centred, shipped, in_fp8, fused, random_checkpoint, tmp_pat
             # A prompt in FP8 attends to itself as it comes, to earlier chunks as they are rounded.
             f"fused {name}": {
                 **ask(folder, **FUSED, max_num_batched_tokens=256 if "fp8" in name else 64),
-                "fused": [],
+                "fused": True,
             }
             for name, folder in fused.items()
         },

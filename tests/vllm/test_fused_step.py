@@ -32,12 +32,15 @@ def make_layer():
     rotation.cos_sin_cache = torch.zeros(9, 32)
     names = {"is_fused": True, "layer_name": "first", "kernels": "kernels"}
     attention = SimpleNamespace(chunk_index=torch.zeros(1), head_size=32, value_basis=None, **names)
-    return SimpleNamespace(self_attn=SimpleNamespace(attn=attention, rotary_emb=rotation))
+    o_proj, down_proj = SimpleNamespace(bias=None), SimpleNamespace(bias=None)
+    own = SimpleNamespace(attn=attention, rotary_emb=rotation, o_proj=o_proj)
+    return SimpleNamespace(self_attn=own, mlp=SimpleNamespace(down_proj=down_proj))
 
 
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.setattr(fused_step, "run_layers", lambda *_: "fused")
+    monkeypatch.setattr(fused_step, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     return Model()
 
 
@@ -70,12 +73,13 @@ def test_steps_of_one_token_a_request_run_fused(num_tokens, change, ran, model, 
 
 
 def config_of(**change):
-    facts = {"hidden_size": 256, "intermediate_size": 96, "world_size": 1, **change}
+    facts = {"hidden_size": 256, "intermediate_size": 96, **change}
+    ranks = {"world_size": 1, "tensor_parallel_size": 1}
     names = ("quant_config", "lora_config", "kv_transfer_config", "speculative_config")
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(**facts)),
         compilation_config=SimpleNamespace(compile_sizes=change.get("compile_sizes", [])),
-        parallel_config=SimpleNamespace(world_size=facts["world_size"]),
+        parallel_config=SimpleNamespace(**{name: change.get(name, one) for name, one in ranks.items()}),
         **{name: change.get(name) for name in names},
     )
 
@@ -87,7 +91,8 @@ def config_of(**change):
         {"lora_config": "adapters"},
         {"kv_transfer_config": "another engine"},
         {"speculative_config": "drafts"},
-        {"world_size": 2},
+        {"world_size": 2},  # stages of a pipeline
+        {"world_size": 2, "tensor_parallel_size": 2, "intermediate_size": 104},  # 52 in each
         {"compile_sizes": [4]},
         {"hidden_size": 260},
         {"intermediate_size": 100},
@@ -121,3 +126,25 @@ def test_layers_that_compute_more_than_others_are_not_fused(part, name, value, m
     parts = {"layer": last, "attention": last.self_attn, **vars(last.self_attn)}
     setattr(parts[part], name, value)
     assert not model.can_fuse(config_of())
+
+
+@pytest.mark.parametrize("part", ["o_proj", "down_proj"])
+def test_ranks_are_fused_where_their_sums_have_no_bias(part, model, monkeypatch):
+    monkeypatch.setattr(fused_step, "is_hopper", lambda device: True)
+    ranks = config_of(world_size=2, tensor_parallel_size=2)
+    assert model.can_fuse(ranks)
+    last = model.model.layers[-1]
+    setattr({"o_proj": last.self_attn, "down_proj": last.mlp}[part], part, SimpleNamespace(bias="a bias"))
+    assert model.can_fuse(config_of()) and not model.can_fuse(ranks)
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1])
+def test_steps_run_fused_in_all_ranks_or_in_none(elsewhere, model, monkeypatch):
+    """The other rank may lack a kernel."""
+    monkeypatch.setattr(fused_step, "get_tp_group", lambda: SimpleNamespace(world_size=2, cpu_group="ranks"))
+    monkeypatch.setattr(fused_step, "find_part_sum", lambda kernels: f"sums beside {kernels}")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda own, *_: own.clamp_(min=elsewhere))
+    assert model._has_kernels == (elsewhere == 0)
+    model = Model()
+    model._attentions[1].kernels = None
+    assert not model._has_kernels

@@ -55,6 +55,7 @@ def folders(checkpoint, adapted, random_checkpoint, tmp_path_factory):
 def said(folders, adapted):
     runs = {name: ask(folder, **FEW) for name, folder in folders.items()}
     runs.update({family: ask(folders[family], **LINEAR) for family in STATES})
+    runs["fused"] = ask(folders["fp8, V pruned"], **FEW) | {"fused": True}
     runs["one"] = ask(folders["quantized"], **FEW, tensor_parallel_size=1)
     converted = str(adapted / "converted")
     adapters = {"enable_lora": True, "max_loras": 2, "adapters": [converted, None, converted, converted]}
@@ -68,6 +69,12 @@ def said(folders, adapted):
 def test_they_answer_as_the_runtime_does(said, folders, random_checkpoint, name):
     whole = answers_of(random_checkpoint("llama", "fp8"), **FEW)  # of all of V
     assert said[name]["answers"] == [answers_of(folders[name], **FEW)] != [whole]
+
+
+def test_fused_steps(said, folders):
+    assert said["fused"]["answers"] == said["fp8, V pruned"]["answers"]
+    # In both ranks, three layers each.
+    assert len(said["fused"]["fused"]) > 2 * 3 * FEW["new"] - 9 and said["fp8, V pruned"]["fused"] == []
 
 
 @pytest.mark.parametrize("family", STATES)

@@ -1,0 +1,35 @@
+"""Kernels beside those of decoding: compiled, and held to plain torch, before they serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from leank_convert._runtime.decode_kernels_leank import DecodeKernels
+
+logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
+
+
+def make_checked(
+    make: Callable[[DecodeKernels], _Made],
+    kernels: DecodeKernels,
+    is_exact: Callable[[_Made], bool],
+    told: str,
+) -> _Made | None:
+    """Make kernels beside decode kernels; None if that fails or they are not exact, and a warning tells."""
+    try:
+        made = make(kernels)
+        if is_exact(made):
+            return made
+        reason = "they disagree with plain torch"
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about the kernels, and may pass
+    except Exception as exception:  # whatever a compiler or driver may raise
+        reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
+    logger.warning("%s: %s", told, reason)
+    return None
