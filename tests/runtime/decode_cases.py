@@ -186,6 +186,7 @@ def make_case(
     constants = Constants(key_mean, random_scale(), random_scale())
     # As a projection of both gives them, token by token.
     projected = random(batch_size, num_columns, 2 * num_heads, head_dim).transpose(1, 2)
+    projected[:, :num_heads] += key_mean.to(dtype)[:, :, None]
     new_keys, new_values = projected.masked_fill(padding, torch.nan).chunk(2, dim=1)
     return DecodeCase(
         layout=layout,
