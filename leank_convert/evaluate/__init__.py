@@ -83,7 +83,8 @@ def evaluate_checkpoint(
     from leank_convert.evaluate.request import EvaluationRequest, resolve_evaluation
     from leank_convert.files import user_path
 
-    asked |= {"checkpoint": user_path(checkpoint), "out": None if out is None else user_path(out)}
+    paths = {"checkpoint": checkpoint, "out": out, "questions": questions, "data": data}
+    asked |= {name: None if path is None else user_path(path) for name, path in paths.items()}
     evaluation = resolve_evaluation(EvaluationRequest(**asked))
     from leank_convert.evaluate.run import run_evaluation  # imports torch
 

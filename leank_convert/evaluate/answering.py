@@ -79,16 +79,17 @@ def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
         LeanKError: If there is no such model, it has another vocabulary, it is a graph that cannot be run, or
             a checkpoint with other code than a release's.
     """
-    folder = resolve_model(name)
+    folder, runs_own = resolve_model(name), False
     if _is_graph(folder):
         check_available()
         with host_errors():
             read_description(folder).check_graph()
     elif "leank" in read_config(folder):
         check_code(folder, trust=trust)
+        runs_own = trust
     else:
         check_config(folder)
-    other = load_tokenizer(folder)
+    other = load_tokenizer(folder, trust=runs_own)
     if other.get_vocab() != tokenizer.get_vocab():
         raise LeanKError(
             f"`{name}` has another vocabulary than the checkpoint: the same prompt would be other tokens",

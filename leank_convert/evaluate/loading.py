@@ -165,6 +165,10 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values["attn_implementation"] = "eager" if architecture.sinks else "sdpa"
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
+    if getattr(model, "hf_quantizer", None) is not None:  # modules of other classes, or other tensors
+        for name in [name for name, part in dense.named_modules() if part._parameters]:
+            if not [*dense.get_submodule(name).children()]:
+                dense.set_submodule(name, model.get_submodule(name))
     # The very parameters, which decoding may lay elsewhere. Scales of an FP8 cache are tensors, too.
     tensors = model.state_dict(keep_vars=True)
     own = tuple(f".{name}" for name in SCALE_NAMES)

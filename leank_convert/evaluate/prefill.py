@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert._runtime.tools import concatenate, fork
+from leank_convert.errors import NotFiniteError
 from leank_convert.windows import Windows
 
 # Of a padded batch, lest the feed-forward layers' intermediate results take more than the cache does.
@@ -154,7 +155,10 @@ def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
             cache=cache,
             logits_to_keep=1,
         )
-    next_token = output.logits[:, -1].argmax(-1, keepdim=True)
+    logits = output.logits[:, -1]
+    if bool(logits.isnan().any()):
+        raise NotFiniteError(f"logits of a prompt of {input_ids.shape[1]} tokens are not finite")
+    next_token = logits.argmax(-1, keepdim=True)
     return Prefill(model, cache, attention_mask, next_token, tuple(queries))
 
 

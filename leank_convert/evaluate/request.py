@@ -14,6 +14,7 @@ from leank_convert.checkpoint_io import read_leank_config
 from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.names import WINDOW, check_names
 from leank_convert.fields import Fields
+from leank_convert.files import user_path
 from leank_convert.folders import check_folder
 from leank_convert.recipe import DataSection, Recipe
 from leank_convert.recipe_file import find_recipe, require_recipe
@@ -114,6 +115,11 @@ def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[s
             "`--recipe` and `--set` choose a recipe's data, and `--task` asks something else",
             "leave one of them out",
         )
+    if isinstance(request.recipe, Recipe) and request.overrides:
+        yield (
+            "a recipe that has been read is not changed by `overrides`",
+            "read it with them, or leave them out",
+        )
     section = next((entry for entry in request.overrides if not entry.startswith("data")), None)
     if section is not None:
         yield (
@@ -151,7 +157,11 @@ def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[s
 def _choose_recipe(request: EvaluationRequest) -> Recipe:
     """The recipe that is asked for, else the training run's, else that of the mask's model."""
     checkpoint, overrides = request.checkpoint, request.overrides
-    found = find_recipe(request.recipe, None, run=checkpoint, overrides=overrides)
+    made = checkpoint if request.mask is None else user_path(request.mask)
+    run = made.absolute() if made.is_dir() else made.absolute().parent if made.exists() else checkpoint
+    if run.name.startswith("ratio-"):  # one of several, whose run is the folder above
+        run = run.parent
+    found = find_recipe(request.recipe, None, run=run, overrides=overrides)
     if found is not None:
         return found
     from leank_convert.mask import MASK_FILE_NAME, load_mask, resolve_mask  # imports torch

@@ -19,6 +19,7 @@ from typing import Any
 
 from leank_convert.errors import LeanKError
 
+_SEPARATORS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")  # of thousands
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _COMMENTS = ("`", "#", "//")
 # Where a final number may stand, the surest first, and whether its first or its last mention counts.
@@ -75,11 +76,13 @@ def score_numbers(answer: str, reference: str, classes: Sequence[str] = ()) -> f
 def score_code(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Similarity of the answer's first line of code, to a percent; lines with marks of comments are none."""
     lines = (line for line in answer.split("\n") if line.strip() and not any(m in line for m in _COMMENTS))
-    return round(SequenceMatcher(None, next(lines, ""), reference).ratio(), 2)
+    # Else of 200 characters on frequent ones are passed over.
+    return round(SequenceMatcher(None, next(lines, ""), reference, autojunk=False).ratio(), 2)
 
 
 def score_final_number(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Whether the number that the answer ends up with is the reference."""
+    answer = _SEPARATORS.sub("", answer)
     for pattern, place in _FINAL_NUMBERS:
         if found := pattern.findall(answer):
             # Of any number of digits, where `int` ends at 4300.

@@ -21,7 +21,7 @@ from transformers import Cache
 
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.names import PRUNED, check_names
 from leank_convert.evaluate.prefill import run_prefill
@@ -194,7 +194,7 @@ def _read_text(path: Path) -> str:
             hint="give a part of it",
         )
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise LeanKError(f"`{path}`: {error}", hint="`--text` takes plain text in UTF-8") from error
 
@@ -329,8 +329,11 @@ def _feed(
         divergence = functional.kl_div(log_probs, dense, reduction="none", log_target=True).sum(-1)
         best = log_probs.argmax(-1)
         target = input_ids[None, :, place + 1, None].expand(len(started), -1, -1)
+        nll = -log_probs.gather(-1, target)[..., 0]
+        if not bool(nll.isfinite().all()):
+            raise NotFiniteError(f"logits behind {place + 1} tokens of the text are not finite")
         # A divergence of next to nothing may be rounded to below nothing.
-        yield divergence.clamp(min=0), best == best[:1], -log_probs.gather(-1, target)[..., 0]
+        yield divergence.clamp(min=0), best == best[:1], nll
 
 
 def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tokens: int) -> int:

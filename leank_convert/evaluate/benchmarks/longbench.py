@@ -36,7 +36,10 @@ def draw_longbench(
         LeanKError: If there is no such folder or no task's file in it, a record lacks a field, the length
             leaves no room, or the package `datasets` or one that scores is missing.
     """
-    files = {path.stem: path for path in list_files(folder, (".jsonl",)) if path.stem in TASKS}
+    files: dict[str, Path] = {}
+    for path in list_files(folder, (".jsonl",)):
+        if path.stem in TASKS and files.setdefault(path.stem, path) != path:
+            raise LeanKError(f"`{files[path.stem]}` and `{path}` are of one task", hint="remove one of them")
     prompts = []
     for name in (name for name in TASKS if name in files):
         task = TASKS[name]

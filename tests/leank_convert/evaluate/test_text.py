@@ -40,6 +40,16 @@ def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
     assert not all(other.agrees)
 
 
+def test_numbers_that_are_not_finite_are_told_of(evaluated, monkeypatch):
+    head, size = evaluated.dense.lm_head, evaluated.dense.config.vocab_size
+    monkeypatch.setattr(head, "forward", lambda states: torch.full((*states.shape[:2], size), math.nan))
+    with refusal("logits behind 25 tokens of the text are not finite", exit_code=1):
+        compare(evaluated, NO_CHANNEL)
+    monkeypatch.setattr(evaluated.model.lm_head, "forward", head.forward)
+    with refusal("logits of a prompt of 24 tokens are not finite", exit_code=1):
+        compare(evaluated, NO_CHANNEL)
+
+
 def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
     result = compare(evaluated, Masked("pruned"))
     (found,) = result.variants

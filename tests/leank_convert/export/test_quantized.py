@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from leank_convert.evaluate.loading import load_model
+from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.onnx import export_onnx
@@ -100,6 +100,18 @@ def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, te
     found = model.state_dict()
     for key, tensor in load_file(plain / WEIGHTS).items():
         assert found[key].equal(tensor), key
+
+
+def test_weights_that_stay_packed_are_evaluated(quantized, export_both, testbed_tokenizer):
+    _, source, plain = quantized("compressed-tensors by the library", **LARGE)
+    testbed_tokenizer.save_pretrained(source)
+    out, _ = export_both(source, plain)
+    evaluated, ids = load_evaluated(out, torch.device("cpu")), torch.arange(9)[None]
+    assert evaluated.dense.get_submodule(K_PROJ) is evaluated.model.get_submodule(K_PROJ)
+    expected = load_model(plain, torch.device("cpu"), trust_remote_code=False)
+    with torch.no_grad():
+        evaluated.model(ids)  # a prompt is read by it first, which unpacks weights
+        torch.testing.assert_close(evaluated.dense(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_of_a_fused_projection_take_their_scales_along(quantized, export_both):

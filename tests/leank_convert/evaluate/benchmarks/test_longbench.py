@@ -8,6 +8,7 @@ from leank_convert.evaluate import scores
 from leank_convert.evaluate.benchmarks.longbench import draw_longbench
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS
 from leank_convert.evaluate.prompt import score
+from tests.checks import refusal
 
 LENGTH = 1500
 RECORD = {
@@ -65,6 +66,13 @@ def test_files_that_are_no_task_are_passed_over_and_as_many_as_asked_are_taken(
     prompts = draw(byte_level_tokenizer, folder, num_samples=3)
     assert [prompt.task for prompt in prompts] == ["hotpotqa"] * 3
     assert "Who is 2?" in byte_level_tokenizer.decode(prompts[2].input_ids)
+
+
+def test_two_files_of_one_task_are_refused(byte_level_tokenizer, write_records):
+    write_records("hotpotqa.jsonl", [RECORD])
+    folder = write_records("deeper/hotpotqa.jsonl", [RECORD] * 2)
+    with refusal("hotpotqa.jsonl` and `.*hotpotqa.jsonl` are of one task", "remove one of them"):
+        draw(byte_level_tokenizer, folder)
 
 
 @pytest.mark.parametrize("name", ["qasper", "triviaqa"])
