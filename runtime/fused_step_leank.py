@@ -121,7 +121,6 @@ def run_layers(
     base: Any,
     hidden: torch.Tensor,
     attend: Callable[[int, Product], torch.Tensor],
-    add_up: Callable[[Product], Product] = lambda own: own,
 ) -> torch.Tensor:
     """Run a model's layers and its last norm.
 
@@ -130,7 +129,6 @@ def run_layers(
         base: The model; weights of a product are one tensor, or lie side by side.
         hidden: Its hidden states before the layers `[T, hidden]`.
         attend: Given a layer's number and projections, appends and attends: `[T, H * D]`.
-        add_up: Given what a rank's share of o's and down's inputs gave, adds up that of all ranks.
 
     Returns:
         Hidden states behind the norm `[T, hidden]`.
@@ -140,10 +138,10 @@ def run_layers(
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
         attended = attend(index, _product(kernels, normed, *_parts(attention, "qkv_proj", _QKV)))
-        delta = add_up(_product(kernels, attended, attention.o_proj))
+        delta = _product(kernels, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
         gated = kernels.silu_mul(_product(kernels, normed, *_parts(mlp, "gate_up_proj", _GATE_UP)))
-        delta = add_up(_product(kernels, gated, mlp.down_proj))
+        delta = _product(kernels, gated, mlp.down_proj)
     return kernels.add_norm(hidden, delta, *_norm(base.norm))[1]
 
 

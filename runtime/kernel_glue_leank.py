@@ -307,10 +307,11 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     return leank_rope_append
 
 
-def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole: bool = False) -> Any:
     """Return the kernel that adds what a block of the model gave to the hidden states, and norms the sum.
 
-    Without a delta (`has_delta` is 0) it norms the hidden states, and writes no sum.
+    Without a delta (`has_delta` is 0) it norms the hidden states, and writes no sum. With `whole` a delta is
+    one part, in the model's dtype.
     """
     dtype = shape.query_type
     rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
@@ -320,7 +321,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     @T.prim_func
     def leank_add_norm(
         hidden: T.Tensor((rows, vectors, LANES), dtype),
-        delta: T.Tensor((most_parts, rows, vectors, LANES), "float32"),
+        delta: T.Tensor((most_parts, rows, vectors, LANES), dtype if whole else "float32"),
         weight: T.Tensor((vectors, LANES), dtype),
         summed: T.Tensor((rows, vectors, LANES), dtype),
         normed: T.Tensor((rows, vectors, LANES), dtype),
@@ -351,7 +352,13 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             if has_delta != 0:
                 for v in T.unroll(size[0]):
                     if v * size[1] < vectors:
-                        add_parts(parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch)
+                        if whole:
+                            for i, j in parallel(*size[1:]):
+                                sums[i, j] = T.cast(
+                                    delta[0, row, T.min(v * size[1] + i, vectors - 1), j], "float32"
+                                )
+                        else:
+                            add_parts(parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch)
                         for i, j in parallel(*size[1:]):
                             if v * size[1] + i < vectors:
                                 states[v, i, j] = states[v, i, j] + T.cast(sums[i, j], dtype)

@@ -31,6 +31,7 @@ from leank_convert.vllm.cache import LeanKWindowSpec
 from leank_convert.vllm.page_copies import gather_run
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.prompt_attention import find_flash_attention
+from leank_convert.vllm.ranks import agree_on_kernels
 from leank_convert.vllm.refusals import has_drafter
 from leank_convert.vllm.rows import PromptRun, Rows, cut_step, uniform_rows
 
@@ -183,6 +184,8 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         layers = vllm_config.compilation_config.static_forward_context.values()
         told = (layer.told_prompts for layer in layers if hasattr(layer, "told_prompts"))
         self._told_prompts: list[int] = next(told, [])
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            agree_on_kernels([layer for layer in layers if hasattr(layer, "kernels")])
         for layer in layers:
             # Both asked for here, that no request waits for their compilation.
             kernels, _ = getattr(layer, "kernels", None), getattr(layer, "page_kernels", None)

@@ -8,22 +8,15 @@ from typing import TypeVar
 
 import torch
 
-from leank_convert._runtime.decode_kernels_leank import DecodeKernels
-
 logger = logging.getLogger(__name__)
 
 _Made = TypeVar("_Made")
 
 
-def make_checked(
-    make: Callable[[DecodeKernels], _Made],
-    kernels: DecodeKernels,
-    is_exact: Callable[[_Made], bool],
-    told: str,
-) -> _Made | None:
+def make_checked(make: Callable[[], _Made], is_exact: Callable[[_Made], bool], told: str) -> _Made | None:
     """Make kernels beside decode kernels; None if that fails or they are not exact, and a warning tells."""
     try:
-        made = make(kernels)
+        made = make()
         if is_exact(made):
             return made
         reason = "they disagree with plain torch"

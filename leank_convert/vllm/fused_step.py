@@ -8,19 +8,16 @@ parallelism add up what o and down give by vLLM's all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
 from leank_convert._runtime.fused_step_leank import run_layers
 from leank_convert._runtime.kernel_key_leank import LANES, MAX_NORMED, MAX_ROWS, Product
 from leank_convert.vllm.backend import LeanKMetadata, open_store
-from leank_convert.vllm.part_sum import find_part_sum
+from leank_convert.vllm.ranks import fused_kernels
 
 FUSED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of vLLM whose layers are built alike."""
@@ -76,8 +73,7 @@ class FusedModel:
         def attend(index: int, projected: Product) -> torch.Tensor:
             return _attend(self.model.layers[index].self_attn, step, cos, sin, projected)
 
-        add_up = [] if self._sum_parts is None else [partial(_add_up, self._sum_parts)]
-        return run_layers(self._attentions[0].kernels, self.model, hidden, attend, *add_up)
+        return run_layers(fused_kernels(self._attentions[0].kernels), self.model, hidden, attend)
 
     def _step_to_fuse(self, num_tokens: int) -> LeanKMetadata | None:
         """The step, if it is one to fuse: None of a batch that only warms up, and of one with padding.
@@ -93,22 +89,7 @@ class FusedModel:
         step: LeanKMetadata = metadata[first.layer_name]
         if step.num_columns != 1 or step.num_tokens != num_tokens:
             return None
-        return step if self._has_kernels else None
-
-    @cached_property
-    def _sum_parts(self) -> Callable[[Product], torch.Tensor] | None:
-        return find_part_sum(self._attentions[0].kernels) if get_tp_group().world_size > 1 else None
-
-    @cached_property
-    def _has_kernels(self) -> bool:
-        """Whether no rank lacks a kernel: what they add up has to be of one kind."""
-        has_ranks = get_tp_group().world_size > 1
-        needed = [attention.kernels for attention in self._attentions]
-        needed += [self._sum_parts] if has_ranks else []
-        lacking = torch.tensor([None in needed], dtype=torch.int32, device="cpu")
-        if has_ranks:
-            torch.distributed.all_reduce(lacking, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
-        return not lacking.item()
+        return None if any(attention.kernels is None for attention in self._attentions) else step
 
 
 def _is_plain(layer: Any, num_ranks: int) -> bool:
@@ -143,8 +124,3 @@ def _attend(
     given = {"sink_size": sink_size, "softmax_scale": layer.impl.scale}
     attended: torch.Tensor = kernels.attend(query, store, *tokens, **given)
     return attended.flatten(1)
-
-
-def _add_up(sum_parts: Callable[[Product], torch.Tensor], own: Product) -> Product:
-    """Add up what all ranks' products gave, in one part."""
-    return Product(tensor_model_parallel_all_reduce(sum_parts(own))[None], 1, 1)

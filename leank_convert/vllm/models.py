@@ -117,7 +117,8 @@ class _LeanKForCausalLM:
         if isinstance(self, FusedModel) and self.can_fuse(vllm_config):
             for attention in self._attentions:
                 attention.is_fused = True
-        compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
+        keys = dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys)
+        compile_ahead(keys, has_ranks=get_tensor_model_parallel_world_size() > 1)
         self._has_output_bias = modules[0].o_proj.bias is not None
         self._has_gate = getattr(modules[0], "attn_output_gate", False)
 

@@ -103,7 +103,7 @@ def find_page_kernels(kernels: DecodeKernels | None) -> PageKernels | None:
     if kernels is None:
         return None
     told = "Kernels that copy prompts to pages are not used, plain torch is slower"
-    return make_checked(PageKernels, kernels, is_exact, told)
+    return make_checked(functools.partial(PageKernels, kernels), is_exact, told)
 
 
 def is_exact(copies: PageKernels) -> bool:

@@ -1,31 +1,36 @@
-"""Kernel that adds up the parts of a product, in TileLang: what ranks then add up among them.
+"""Kernels around the sum over ranks of tensor parallelism, in TileLang.
 
-leank_sum_parts     parts to their sum, in fp32: a block of threads takes 1,024 outputs of a row
+    leank_sum_parts     a rank's parts of a product, added up: one block of threads 1,024 outputs of a row
+    leank_add_norm      the runtime's, of a sum that is one part
+
+Sums are in the model's dtype, as vLLM's own linear modules give them.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from leank_convert._runtime.kernel_key_leank import LANES, MAX_PARTS
-from leank_convert._runtime.kernel_leank import WARPGROUP, compile_kernels
+from leank_convert._runtime.kernel_glue_leank import add_norm
+from leank_convert._runtime.kernel_key_leank import LANES, MAX_PARTS, KernelKey
+from leank_convert._runtime.kernel_leank import WARPGROUP, KernelShape, compile_kernels
 from leank_convert._runtime.kernel_line_leank import T, loops
 from leank_convert._runtime.kernel_product_leank import add_parts
 
 
-def compile_sum(arch: str) -> Any:
-    """Compile the kernel, or load it from TileLang's cache on disk."""
-    return compile_kernels([], [sum_parts()], arch)[0]
+def compile_sum_kernels(key: KernelKey, arch: str) -> list[Any]:
+    """Compile both kernels beside decode kernels, or load them from TileLang's cache on disk."""
+    shape = KernelShape(**vars(key))
+    return compile_kernels([], [sum_parts(shape), add_norm(shape, overlap=True, whole=True)], arch)
 
 
-def sum_parts(cpu: bool = False) -> Any:
-    """Return the kernel; on GPUs it is launched while the product ahead of it ends."""
+def sum_parts(shape: KernelShape, cpu: bool = False) -> Any:
+    """Return the kernel of the sum, which is launched while the product ahead of it ends."""
     rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
     _, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     @T.prim_func
     def leank_sum_parts(
         parts: T.Tensor((most_parts, rows, vectors, LANES), "float32"),
-        output: T.Tensor((rows, vectors, LANES), "float32"),
+        output: T.Tensor((rows, vectors, LANES), shape.query_type),
         steps: T.int32,
         stretch: T.int32,
     ):
@@ -38,6 +43,6 @@ def sum_parts(cpu: bool = False) -> Any:
             add_parts(parallel, sums, last, loaded, parts, row, block * WARPGROUP, steps, stretch)
             for i, j in parallel(WARPGROUP, LANES):
                 if block * WARPGROUP + i < vectors:
-                    output[row, block * WARPGROUP + i, j] = sums[i, j]
+                    output[row, block * WARPGROUP + i, j] = T.cast(sums[i, j], shape.query_type)
 
     return leank_sum_parts

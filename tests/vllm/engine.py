@@ -33,8 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from leank_convert._runtime.kernel_key_leank import Product
-from leank_convert.vllm import fused_step, layers
+from leank_convert.vllm import fused_step, layers, ranks
 from tests.runtime.stand_ins import PlainKernels
 
 # It reads blocks wherever they begin, but names one layout. Attention on GPUs takes both.
@@ -94,8 +93,15 @@ class Kernels(PlainKernels):
         self.noted.write(bytes([len(projected)]))
         return super().rope_append(projected, *given)
 
+
+class RankKernels(Kernels):
+    """Stand for those of one of several ranks."""
+
+    def __init__(self, all_reduce):
+        self.all_reduce = all_reduce
+
     def add_norm(self, hidden, delta, *given):
-        return super().add_norm(hidden, delta.parts[0] if isinstance(delta, Product) else delta, *given)
+        return super().add_norm(hidden, delta if delta is None else self.all_reduce(delta), *given)
 
 
 @contextmanager
@@ -106,7 +112,7 @@ def kernels_stand_in(noted):
     with (
         patch.object(fused_step, "is_hopper", lambda device: True),
         patch.object(layers, "find_kernels", lambda *_, **shape: Kernels(noted, **shape)),
-        patch.object(fused_step, "find_part_sum", lambda _: lambda outputs: outputs),
+        patch.object(ranks, "find_rank_kernels", lambda _, all_reduce: RankKernels(all_reduce)),
         patch.object(utils, "dispatch_cpu_unquantized_gemm", lambda layer, **_: pack(layer)),
     ):
         yield

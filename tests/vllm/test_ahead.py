@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from leank_convert._runtime.kernel_key_leank import KernelKey
-from leank_convert.vllm import ahead, page_kernels
+from leank_convert.vllm import ahead, page_kernels, sum_kernel
 
 KEY = KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8, has_glue=False)
 
@@ -40,10 +40,10 @@ def test_another_process_compiles_by_our_packages_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ahead, "_compilations", [])
     telling = importlib.import_module("telling")
-    ahead.compile_ahead([])
+    ahead.compile_ahead([], has_ranks=False)
     assert not ahead._compilations
     files = [tmp_path / "asked by", tmp_path / "asked for glue by"]
-    ahead.compile_ahead([telling.Key(str(file), file != files[0]) for file in files])
+    ahead.compile_ahead([telling.Key(str(file), file != files[0]) for file in files], has_ranks=True)
     ahead.wait_for_kernels()
     asked_by = [[*map(int, file.read_text().split())] for file in files]
     assert len({os.getpid(), *(first for first, *_ in asked_by)}) == 3  # each has a process to itself
@@ -51,12 +51,17 @@ def test_another_process_compiles_by_our_packages_first(tmp_path, monkeypatch):
     assert not (tmp_path / "was run").exists()
 
 
-def test_kernels_of_pages_are_compiled_once_for_all_numbers_of_columns(monkeypatch):
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_kernels_of_pages_are_compiled_once_for_all_numbers_of_columns(has_ranks, monkeypatch):
     found, of_pages = Mock(side_effect=lambda key: SimpleNamespace(key=key, arch="sm_90a")), Mock()
+    of_ranks = Mock()
     monkeypatch.setattr(ahead, "DecodeKernels", found)
     monkeypatch.setattr(page_kernels, "compile_page_kernels", of_pages)
-    keys = [replace(KEY, num_queries=64), (other := replace(KEY, max_chunks=2)), replace(KEY, has_glue=True)]
-    ahead.compile_all([KEY, *keys])
+    monkeypatch.setattr(sum_kernel, "compile_sum_kernels", of_ranks)
+    glue = replace(KEY, has_glue=True)
+    keys = [replace(KEY, num_queries=64), (other := replace(KEY, max_chunks=2)), glue]
+    ahead.compile_all([KEY, *keys], has_ranks)
+    assert [call.args for call in of_ranks.call_args_list] == ([(glue, "sm_90a")] if has_ranks else [])
     assert {call.args for call in found.call_args_list} == {(key,) for key in (KEY, *keys)}
     asked = [call.args for call in of_pages.call_args_list]
     assert sorted(asked, key=str) == sorted([(KEY, "sm_90a"), (other, "sm_90a")], key=str)

@@ -110,7 +110,7 @@ def make_builder(block_size=64, layers=(), is_fp8=False):
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype="fp8" if is_fp8 else "auto"),
     )
     spec = SimpleNamespace(block_size=block_size)

@@ -1,15 +1,17 @@
 """Two ranks of tensor parallelism answer as one: each takes its own heads' weights, widths, means, scales."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+from leank_convert.vllm import ranks
 from tests.checks import edit_json
 from tests.vllm.conftest import FEW, LINEAR, answers_of, ask, prune_values, run_engines
-
-pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 MIXED = ["olmo3", "minimax_m2", "gpt_oss"]  # norms over all heads, twice; sinks and biases of heads
 STATES = ["qwen3_next", "qwen3_5_text"]  # inputs of linear attention in one weight, and in several
@@ -89,3 +91,33 @@ def test_quantized_weights(said):
 def test_requests_with_and_without_an_adapter_in_one_batch(said, adapted):
     plain, merged = (answers_of(adapted / name, **FEW) for name in ("checkpoint", "merged"))
     assert said["adapters"]["answers"] == [[merged[0], plain[1], *merged[2:]]]
+
+
+@pytest.mark.parametrize(
+    ("own", "elsewhere", "left"),
+    [
+        ((True, True, True), (1, 1), (True, True)),
+        ((True, True, True), (1, 0), (True, False)),
+        ((True, True, True), (0, 0), (False, False)),
+        ((True, True, False), (1, 1), (True, False)),  # its kernels of sums are not exact
+        ((True, False, True), (1, 1), (True, False)),  # another kind of GPU
+        ((False, True, True), (1, 1), (False, False)),
+    ],
+)
+def test_no_rank_decodes_by_kernels_that_another_lacks(own, elsewhere, left, monkeypatch):
+    """Else one of them would wait for the other, or add up what that does not."""
+    has_kernels, is_fused, has_sums = own
+    group = SimpleNamespace(world_size=2, cpu_group="of the CPUs")
+
+    def all_reduce(able, op, found):
+        assert (op, found) == (torch.distributed.ReduceOp.MIN, group.cpu_group)
+        torch.minimum(able, torch.tensor(elsewhere), out=able)
+
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: group)
+    monkeypatch.setattr(ranks, "find_rank_kernels", lambda *_: "sums" if has_sums else None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    kernels = ["kernels", "kernels" if has_kernels else None]
+    attentions = [SimpleNamespace(kernels=own, is_fused=is_fused) for own in kernels]
+    ranks.agree_on_kernels(attentions)
+    assert [attention.kernels is not None for attention in attentions] == [left[0]] * 2
+    assert [attention.is_fused for attention in attentions] == [left[1]] * 2

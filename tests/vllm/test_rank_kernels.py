@@ -1,0 +1,67 @@
+"""The kernels around a sum over ranks, on TileLang's CPU target, against plain torch."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+import tilelang
+
+from leank_convert._runtime.kernel_glue_leank import add_norm
+from leank_convert._runtime.kernel_leank import KernelShape
+from leank_convert.vllm.rank_kernels import RankKernels, is_exact
+from leank_convert.vllm.sum_kernel import sum_parts
+from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
+
+SHAPE = KernelShape(torch.device("cpu"), torch.float32, 32, 2, 16, 3, 8)
+
+
+class CpuRankKernels(RankKernels):
+    def __init__(self, num_programs):
+        self.kernels, self.all_reduce = CpuKernels(SHAPE, num_programs), lambda own: 2 * own
+        self.product = self.kernels.product
+        self._sum = compiled_for_cpu(sum_parts, SHAPE)
+        self._add_norm = compiled_for_cpu(whole_add_norm, SHAPE)
+
+
+def whole_add_norm(shape, cpu):
+    return add_norm(shape, cpu, whole=True)
+
+
+@pytest.fixture(autouse=True)
+def no_device_to_choose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    empty = torch.empty  # parts that nobody writes may hold anything
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+
+
+@pytest.mark.parametrize("num_programs", [1, 11, 40])
+def test_the_sum_of_all_ranks_is_added_and_normed(num_programs):
+    ranks = CpuRankKernels(num_programs)
+    assert is_exact(ranks)
+    states, weight, hidden, scale = (torch.randn(size) for size in ((3, 512), (264, 512), (3, 264), (264,)))
+    summed, normed = ranks.add_norm(hidden, ranks.product(states, weight), scale, 0.1)
+    expected = hidden.double() + 2 * states.double() @ weight.double().T
+    torch.testing.assert_close(summed, expected.float(), rtol=1e-4, atol=1e-3)
+    rms = (expected.pow(2).mean(-1, keepdim=True) + 0.1).sqrt()
+    torch.testing.assert_close(normed, (expected / rms * scale).float(), rtol=1e-4, atol=1e-3)
+    assert ranks.add_norm(hidden, None, scale, 0.1)[0] is hidden
+
+
+@pytest.mark.parametrize("name", ["_sum", "_add_norm"])
+def test_kernels_that_are_not_exact_are_found_out(name):
+    ranks = CpuRankKernels(40)
+    right = getattr(ranks, name)
+    given = {
+        "_sum": lambda parts, *rest: (parts[:1], *rest),
+        "_add_norm": lambda *rest: (*rest[:6], 0.1, 1, 1),
+    }
+    setattr(ranks, name, lambda *arguments: right(*given[name](*arguments)))
+    assert not is_exact(ranks)
+
+
+@pytest.mark.parametrize("make", [sum_parts, whole_add_norm])
+def test_they_compile_for_hopper(make):
+    tilelang.compile(make(SHAPE, False), target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
