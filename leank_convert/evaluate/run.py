@@ -35,8 +35,10 @@ from leank_convert.progress import progress_bar
 
 _logger = logging.getLogger("leank_convert")
 
-# What a model answers with: its weights, its config, the tokens that end a turn; of an ONNX folder likewise.
-_DIGESTED = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "leank_onnx.json", "*.onnx*")
+# What a model answers with: weights, config and code, the tokens that end a turn; of an ONNX folder likewise.
+_DIGESTED = (
+    "config.json", "generation_config.json", "*.py", "*.safetensors", "*.bin", "leank_onnx.json", "*.onnx*"
+)  # fmt: skip
 
 
 def run_evaluation(evaluation: Evaluation) -> Comparison:

@@ -161,9 +161,9 @@ def evaluate_text(
     out = None if out is None else user_path(out)
     if out is not None:
         check_folder(out)
-        if (out / JSON_NAME).exists():
+        if found := next((path for name in (JSON_NAME, FIGURE_NAME) if (path := out / name).exists()), None):
             raise LeanKError(
-                f"`{out / JSON_NAME}` is the result of an earlier run",
+                f"`{found}` is the result of an earlier run",
                 hint="name another folder with `--out`, or remove that file",
             )
     text = _read_text(user_path(text_file))

@@ -26,6 +26,7 @@ from leank_convert.testbed import MODEL_DIR
 from leank_convert.windows import Windows
 from tests.checks import edit_json, refusal
 
+WEIGHTS_NAME = "model.safetensors"
 RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
 DATA = RECIPE.data
 WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}
@@ -240,18 +241,21 @@ def test_two_evaluations_never_write_to_one_folder(convert, tmp_path, monkeypatc
     assert LOCK_NAME not in {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("changed", ["checkpoint", "against"])
-def test_answers_of_other_weights_of_the_same_shape_are_refused(convert, tmp_path, changed):
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [("checkpoint", WEIGHTS_NAME), ("against", WEIGHTS_NAME), ("checkpoint", "cache_leank.py")],
+)
+def test_answers_of_other_weights_or_code_are_refused(convert, tmp_path, changed, name):
     """As of another fine-tuning, converted with the same mask."""
     folder = shutil.copytree(convert("half") if changed == "checkpoint" else MODEL_DIR, tmp_path / "model")
-    arguments = {"out": tmp_path / "out"}
+    arguments = {"out": tmp_path / "out", "trust": True}
     checkpoint = folder
     if changed == "against":
         checkpoint, arguments["against"] = convert("half"), str(folder)
     compare(checkpoint, num_samples=2, **arguments)
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
+    content = (folder / name).read_bytes()
+    last = b"\n\n" if name.endswith(".py") else bytes([content[-1] ^ 1])
+    (folder / name).write_bytes(content[:-1] + last)
     with refusal(f"`{changed}` was"):
         compare(checkpoint, num_samples=2, **arguments)
 

@@ -94,8 +94,10 @@ def test_a_text_is_compared_token_by_token(writer, text, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "r" / "text.json").read_text()) == facts
     assert (tmp_path / "r" / "text.png").read_bytes().startswith(b"\x89PNG")
     assert f"{facts['num_tokens'] - 101}/{facts['num_tokens'] - 101}" in printed.stderr
-    told = rejected("evaluate-text", writer, *options, "-o", tmp_path / "r")
-    assert "text.json` is the result of an earlier run" in told
+    for name in ("text.json", "text.png"):
+        told = rejected("evaluate-text", writer, *options, "-o", tmp_path / "r")
+        assert f"{name}` is the result of an earlier run" in told
+        (tmp_path / "r" / name).unlink()
     shown = done("evaluate-text", writer, *options, "--num-tokens", 30)
     assert f"30 of {facts['num_tokens'] - 101} tokens measured" in shown
     assert "KL (nats)" in shown
