@@ -47,7 +47,7 @@ def evaluate_checkpoint(
         mask: What to prune the model by, in memory: a mask's file, the folder of a training run, a hub id,
             or the name of a packaged mask. Nothing is written.
         recipe: Held-out samples of its data are asked: a recipe, its name or file; None for that of the
-            training run beside the checkpoint, or else of its model.
+            training run that made the checkpoint or the mask, or else of its model.
         overrides: Changes to a recipe that is read from a file, `key=value`.
         tasks: RULER's tasks by name instead of a recipe's data, of which `ruler` is all; or `longbench` or
             `gsm-infinite` alone, with `data`.

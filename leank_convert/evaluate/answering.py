@@ -18,7 +18,14 @@ from transformers import Cache
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, load_model
-from leank_convert.evaluate.prefill import Prefill, decode_token, pad_left, prefill_stock, run_prefill
+from leank_convert.evaluate.prefill import (
+    Prefill,
+    decode_token,
+    likeliest,
+    pad_left,
+    prefill_stock,
+    run_prefill,
+)
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.variants import Masked, Variant
 from leank_convert.hub import resolve_model
@@ -124,7 +131,7 @@ def decode_greedily(
     ended = torch.isin(token, ends)
     while len(tokens) < num_steps and not bool(ended.all()):
         logits, attention_mask = decode_token(model, past, tokens[-1], attention_mask)
-        tokens.append(logits.argmax(-1, keepdim=True))
+        tokens.append(likeliest(logits))
         ended = ended | torch.isin(tokens[-1], ends)
     rows: list[list[int]] = torch.cat(tokens, dim=1).tolist()
     return rows

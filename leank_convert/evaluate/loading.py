@@ -165,15 +165,19 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values["attn_implementation"] = "eager" if architecture.sinks else "sdpa"
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
+    shared: tuple[str, ...] = ()
     if getattr(model, "hf_quantizer", None) is not None:  # modules of other classes, or other tensors
-        for name in [name for name, part in dense.named_modules() if part._parameters]:
-            if not [*dense.get_submodule(name).children()]:
-                dense.set_submodule(name, model.get_submodule(name))
+        parts = [name for name, part in dense.named_modules() if part._parameters and not part._modules]
+        for name in parts:
+            dense.set_submodule(name, model.get_submodule(name))
+        shared = tuple(f"{name}." for name in parts)
     # The very parameters, which decoding may lay elsewhere. Scales of an FP8 cache are tensors, too.
     tensors = model.state_dict(keep_vars=True)
     own = tuple(f".{name}" for name in SCALE_NAMES)
-    weights = {key: value for key, value in tensors.items() if not key.endswith(own)}
-    dense.load_state_dict(weights, assign=True)
+    weights = {
+        key: value for key, value in tensors.items() if not key.endswith(own) and not key.startswith(shared)
+    }
+    dense.load_state_dict(weights, strict=not shared, assign=True)
     # Its own is made of the config, which often names fewer of the tokens that end a turn.
     dense.generation_config = copy.deepcopy(model.generation_config)
     return dense.to(model.device).eval()

@@ -80,7 +80,7 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
             logits_to_keep=1,
             use_cache=True,
         )
-        return output.logits[:, -1].argmax(-1, keepdim=True), output[CACHE]
+        return likeliest(output.logits[:, -1]), output[CACHE]
 
     if bool(attention_mask.all()):
         return run(input_ids, attention_mask)
@@ -114,6 +114,13 @@ def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, T
 def positions_of(attention_mask: Tensor) -> Tensor:
     """Positions [B, S] counted from each row's first real token."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The most likely tokens [B, 1] by logits [B, vocabulary]; NotFiniteError if some are NaN."""
+    if bool(logits.isnan().any()):
+        raise NotFiniteError("logits of the model are NaN")
+    return logits.argmax(-1, keepdim=True)
 
 
 @torch.no_grad()
@@ -155,11 +162,7 @@ def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
             cache=cache,
             logits_to_keep=1,
         )
-    logits = output.logits[:, -1]
-    if bool(logits.isnan().any()):
-        raise NotFiniteError(f"logits of a prompt of {input_ids.shape[1]} tokens are not finite")
-    next_token = logits.argmax(-1, keepdim=True)
-    return Prefill(model, cache, attention_mask, next_token, tuple(queries))
+    return Prefill(model, cache, attention_mask, likeliest(output.logits[:, -1]), tuple(queries))
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leank_convert.checkpoint_io import read_leank_config
+from leank_convert.checkpoint_io import TRAINING_FOLDER, read_leank_config
 from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.names import WINDOW, check_names
 from leank_convert.fields import Fields
 from leank_convert.files import user_path
 from leank_convert.folders import check_folder
 from leank_convert.recipe import DataSection, Recipe
-from leank_convert.recipe_file import find_recipe, require_recipe
+from leank_convert.recipe_file import RUN_RECIPE_NAME, find_recipe, require_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -154,14 +154,22 @@ def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[s
         yield f"task `{source}` takes one length, not {list(lengths)}", "evaluate for each"
 
 
+def _find_run(request: EvaluationRequest) -> Path:
+    """The folder of the training run that made the checkpoint or the mask, if there was one."""
+    made = request.checkpoint if request.mask is None else user_path(request.mask)
+    folder = (made if made.is_dir() else made.parent).resolve()
+    # Of several ratios each has a folder in that of the run.
+    folders = [folder, folder.parent] if folder.name.startswith("ratio-") else [folder]
+    recipes = (each / TRAINING_FOLDER / RUN_RECIPE_NAME for each in folders)
+    return next(
+        (path.parent.parent for path in recipes if made.exists() and path.exists()), request.checkpoint
+    )
+
+
 def _choose_recipe(request: EvaluationRequest) -> Recipe:
     """The recipe that is asked for, else the training run's, else that of the mask's model."""
     checkpoint, overrides = request.checkpoint, request.overrides
-    made = checkpoint if request.mask is None else user_path(request.mask)
-    run = made.absolute() if made.is_dir() else made.absolute().parent if made.exists() else checkpoint
-    if run.name.startswith("ratio-"):  # one of several, whose run is the folder above
-        run = run.parent
-    found = find_recipe(request.recipe, None, run=run, overrides=overrides)
+    found = find_recipe(request.recipe, None, run=_find_run(request), overrides=overrides)
     if found is not None:
         return found
     from leank_convert.mask import MASK_FILE_NAME, load_mask, resolve_mask  # imports torch

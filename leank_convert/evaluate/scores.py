@@ -19,7 +19,9 @@ from typing import Any
 
 from leank_convert.errors import LeanKError
 
-_SEPARATORS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")  # of thousands
+# Of thousands, also as LaTeX has it, and a number with them.
+_SEPARATOR = r"(?:,\\!|\{,\}|\\,|,)"
+_SEPARATED = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _COMMENTS = ("`", "#", "//")
 # Where a final number may stand, the surest first, and whether its first or its last mention counts.
@@ -82,7 +84,7 @@ def score_code(answer: str, reference: str, classes: Sequence[str] = ()) -> floa
 
 def score_final_number(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Whether the number that the answer ends up with is the reference."""
-    answer = _SEPARATORS.sub("", answer)
+    answer = _SEPARATED.sub(lambda found: re.sub(_SEPARATOR, "", found[0]), answer)
     for pattern, place in _FINAL_NUMBERS:
         if found := pattern.findall(answer):
             # Of any number of digits, where `int` ends at 4300.

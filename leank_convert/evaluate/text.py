@@ -325,15 +325,15 @@ def _feed(
                 for model, cache in started
             ]
         )
+        if bool(log_probs.isnan().any()):
+            raise NotFiniteError(f"logits behind {place + 1} tokens of the text are NaN")
         dense = log_probs[:1].expand_as(log_probs)
-        divergence = functional.kl_div(log_probs, dense, reduction="none", log_target=True).sum(-1)
+        divergence = functional.kl_div(log_probs, dense, reduction="none", log_target=True)
+        divergence = divergence.masked_fill(dense.isneginf(), 0).sum(-1)  # tokens that may not follow
         best = log_probs.argmax(-1)
         target = input_ids[None, :, place + 1, None].expand(len(started), -1, -1)
-        nll = -log_probs.gather(-1, target)[..., 0]
-        if not bool(nll.isfinite().all()):
-            raise NotFiniteError(f"logits behind {place + 1} tokens of the text are not finite")
         # A divergence of next to nothing may be rounded to below nothing.
-        yield divergence.clamp(min=0), best == best[:1], nll
+        yield divergence.clamp(min=0), best == best[:1], -log_probs.gather(-1, target)[..., 0]
 
 
 def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tokens: int) -> int:

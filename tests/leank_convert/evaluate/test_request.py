@@ -40,6 +40,16 @@ def test_prompts_are_those_of_the_run(run, checkpoint, mask):
     assert resolve_evaluation(request).section.max_length == 300
 
 
+def test_a_run_of_one_ratio_may_have_such_a_name_and_a_link_is_followed(run, tmp_path):
+    shutil.copytree(run, tmp_path / "runs" / "ratio-0.5")
+    shutil.copytree(run / "leank", tmp_path / "runs" / "leank")
+    another = tmp_path / "runs" / "leank" / "recipe.yaml"
+    another.write_text(another.read_text().replace("300", "301"))
+    (tmp_path / "latest").symlink_to(run / "ratio-0.5")
+    for folder in (tmp_path / "runs" / "ratio-0.5", tmp_path / "latest"):
+        assert resolve_evaluation(EvaluationRequest(folder)).section.max_length == 300
+
+
 def test_a_folder_above_that_is_no_run_does_not_count(run):
     other = (run / "ratio-0.5").rename(run / "another")
     assert resolve_evaluation(EvaluationRequest(other)).section.max_length != 300

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert.evaluate.prefill import prefill_stock
 from leank_convert.evaluate.text import (
     compare_text,
     draw_text_comparison,
@@ -43,11 +44,26 @@ def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
 def test_numbers_that_are_not_finite_are_told_of(evaluated, monkeypatch):
     head, size = evaluated.dense.lm_head, evaluated.dense.config.vocab_size
     monkeypatch.setattr(head, "forward", lambda states: torch.full((*states.shape[:2], size), math.nan))
-    with refusal("logits behind 25 tokens of the text are not finite", exit_code=1):
+    with refusal("logits behind 25 tokens of the text are NaN", exit_code=1):
         compare(evaluated, NO_CHANNEL)
+    with refusal("logits of the model are NaN", exit_code=1):
+        prefill_stock(evaluated.dense, torch.ones(1, 9).long(), torch.ones(1, 9).long())
     monkeypatch.setattr(evaluated.model.lm_head, "forward", head.forward)
-    with refusal("logits of a prompt of 24 tokens are not finite", exit_code=1):
+    with refusal("logits of the model are NaN", exit_code=1):
         compare(evaluated, NO_CHANNEL)
+
+
+def test_tokens_that_may_not_follow_add_nothing_to_a_divergence(evaluated, monkeypatch):
+    expected = compare(evaluated, NO_CHANNEL).variants[0].divergence
+    never = torch.arange(evaluated.dense.config.vocab_size) < 2  # nothing of the text
+
+    def without(forward):
+        return lambda states: forward(states).masked_fill(never, -math.inf)
+
+    for head in (evaluated.dense.lm_head, evaluated.model.lm_head):
+        monkeypatch.setattr(head, "forward", without(head.forward))
+    found = compare(evaluated, NO_CHANNEL).variants[0].divergence
+    assert found == pytest.approx(expected, abs=0.1 * max(expected))
 
 
 def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
