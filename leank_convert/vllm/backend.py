@@ -174,6 +174,15 @@ class LeanKMetadata:
         return (self.slots >= 0).view(-1, self.num_columns or 1)
 
 
+def _agreed_layers(vllm_config: Any) -> list[Any]:
+    """The pruned layers, by plain torch if another rank lacks kernels, as graphs are captured by that."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    pruned = [layer for layer in layers if hasattr(layer, "kernels")]
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        agree_on_kernels(pruned)
+    return pruned
+
+
 class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
     """Describes steps; what captured graphs read lies at the same place in every step."""
 
@@ -184,11 +193,9 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         layers = vllm_config.compilation_config.static_forward_context.values()
         told = (layer.told_prompts for layer in layers if hasattr(layer, "told_prompts"))
         self._told_prompts: list[int] = next(told, [])
-        if vllm_config.parallel_config.tensor_parallel_size > 1:
-            agree_on_kernels([layer for layer in layers if hasattr(layer, "kernels")])
-        for layer in layers:
+        for layer in _agreed_layers(vllm_config):
             # Both asked for here, that no request waits for their compilation.
-            kernels, _ = getattr(layer, "kernels", None), getattr(layer, "page_kernels", None)
+            kernels, _ = layer.kernels, getattr(layer, "page_kernels", None)
             if kernels is not None and kv_cache_spec.block_size % kernels.key.load_tokens:
                 raise ValueError(
                     f"decode kernels that load {kernels.key.load_tokens} tokens cannot read pages of "
@@ -223,8 +230,7 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Whether steps may be captured: of requests with as many new tokens each, where kernels decode."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        kernels = [layer.kernels for layer in layers if hasattr(layer, "kernels")]
+        kernels = [layer.kernels for layer in _agreed_layers(vllm_config)]
         if kernels and None not in kernels:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER

@@ -3,6 +3,7 @@
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,15 +106,18 @@ def make_layer(kernels, is_fp8=False):
     return layer, pools[0]
 
 
-def make_builder(block_size=64, layers=(), is_fp8=False):
-    config = SimpleNamespace(
+def make_config(layers=(), is_fp8=False, num_ranks=1):
+    return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=num_ranks),
         cache_config=SimpleNamespace(cache_dtype="fp8" if is_fp8 else "auto"),
     )
-    spec = SimpleNamespace(block_size=block_size)
+
+
+def make_builder(block_size=64, layers=(), is_fp8=False):
+    spec, config = SimpleNamespace(block_size=block_size), make_config(layers, is_fp8)
     return LeanKMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
@@ -308,15 +312,19 @@ def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
     prompt_attention.find_flash_attention.cache_clear()
 
 
-def test_steps_are_captured_where_kernels_decode_every_layer():
-    def support(*kernels):
+def test_steps_are_captured_where_kernels_decode_every_layer_of_every_rank(monkeypatch):
+    def support(*kernels, num_ranks=1):
         layers = {str(number): SimpleNamespace(kernels=kernel) for number, kernel in enumerate(kernels)}
         layers["window"] = SimpleNamespace()
-        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        config = make_config(layers.values(), num_ranks=num_ranks)
         return LeanKMetadataBuilder.get_cudagraph_support(config, None)
 
     assert support(Kernels(), Kernels()) == AttentionCGSupport.UNIFORM_BATCH
     assert support(Kernels(), None) == support(None) == AttentionCGSupport.NEVER
+    # Another rank may lack them, which is heard of before either runner makes graphs of that.
+    lacks = Mock(side_effect=lambda layers: [setattr(layer, "kernels", None) for layer in layers])
+    monkeypatch.setattr(backend, "agree_on_kernels", lacks)
+    assert support(Kernels(), Kernels(), num_ranks=2) == AttentionCGSupport.NEVER
 
 
 def test_kernels_are_compiled_for_the_pages_that_vllm_will_make():

@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("tilelang")
 
-import tilelang
-
 from leank_convert._runtime.kernel_glue_leank import add_norm
+from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
 from leank_convert._runtime.kernel_leank import KernelShape
 from leank_convert.vllm.rank_kernels import RankKernels, is_exact
-from leank_convert.vllm.sum_kernel import sum_parts
+from leank_convert.vllm.sum_kernel import compile_sum_kernels, sum_parts
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
 
 SHAPE = KernelShape(torch.device("cpu"), torch.float32, 32, 2, 16, 3, 8)
@@ -62,6 +61,8 @@ def test_kernels_that_are_not_exact_are_found_out(name):
     assert not is_exact(ranks)
 
 
-@pytest.mark.parametrize("make", [sum_parts, whole_add_norm])
-def test_they_compile_for_hopper(make):
-    tilelang.compile(make(SHAPE, False), target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_they_compile_for_hopper(dtype):
+    key = KernelKey(torch.device("cuda"), dtype, 128, 4, 32, 4, 8)
+    sources = [kernel.get_kernel_source() for kernel in compile_sum_kernels(key, "sm_90a")]
+    assert all("cudaGridDependencySynchronize" in source for source in sources)
