@@ -36,6 +36,7 @@ from leank_convert.recipe_file import find_recipe
 from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code, check_config
+from leank_convert.unpack import unpack_weights
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
@@ -132,7 +133,9 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
             f"`{folder}` {what}: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong" if trust_remote_code else None,
         ) from error
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    unpack_weights(model, rounds_inputs=True)
+    return model
 
 
 def check_length(evaluated: EvaluatedModel, asked: int, what: str) -> None:

@@ -26,6 +26,7 @@ from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.passes import BLOCK_SIZE, check_layers
+from leank_convert.unpack import unpack_weights
 from leank_convert.value_weights import check_measurable
 
 
@@ -101,6 +102,12 @@ def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict
     dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
     weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes
+    quantization = files.config.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
+        with refused_by_transformers(files.name), torch.device("meta"):  # they are unpacked
+            built = build_config(files.config, facts.architecture, origin=files.name)
+            whole: Any = AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
+        weights = sum(parameter.numel() for parameter in whole.parameters()) * element_bytes
     per_token = 2 * facts.num_cached_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
     context = per_token * recipe.data.max_length
     # The MLP's gate, its activation and the product with up, beside the residual and its norm.
@@ -185,9 +192,7 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
     alone = recipe.model.device_map is None
     if alone:
         model.to(device)  # type: ignore[arg-type]
-    # compressed-tensors unpacks weights ahead of a first pass of the whole model; ours are of its base.
-    for unpack in list(model._forward_pre_hooks.values()):
-        unpack(model, ())
+    unpack_weights(model, rounds_inputs=False)
     if alone:
         # A short run would be over before it had paid for itself.
         worth = recipe.data.max_length >= BLOCK_SIZE and not is_bound_by_host(model, recipe.data.max_length)

@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
+from leank_convert.methods.make import train_mask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
+from leank_convert.train.model import count_bytes, open_model
 from leank_convert.train.model import load_model as load_training_model
-from leank_convert.train.model import open_model
 from tests.checks import edit_json, edit_tensors, failed, fitting_mask, refusal, refused_export
-from tests.packed_weights import FEW_BITS, FORMATS, GROUP, SHARED_SCALES
+from tests.packed_weights import FEW_BITS, FORMATS, GROUP, SHARED_SCALES, eight_bit_config
 
 WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
@@ -96,10 +97,44 @@ def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, te
     _, source, plain = quantized("compressed-tensors by the library", **LARGE)
     recipe = load_recipe("quickstart", ["model.dtype=float32"])
     testbed_tokenizer.save_pretrained(source)
-    model = load_training_model(open_model(source, recipe.model), recipe, torch.device("cpu")).model
-    found = model.state_dict()
+    files = open_model(source, recipe.model)
+    model = load_training_model(files, recipe, torch.device("cpu")).model
+    found, forecast = model.state_dict(), count_bytes(files, recipe, torch.device("cpu"))["weights"]
+    assert forecast == sum(weight.nbytes for weight in load_file(plain / WEIGHTS).values())
     for key, tensor in load_file(plain / WEIGHTS).items():
         assert found[key].equal(tensor), key
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
+    family, quantized, testbed_tokenizer, without_report, tmp_path
+):
+    """Whatever the checkpoint rounds inputs of modules to, which has no gradients."""
+    sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 2048}
+    _, source, plain = quantized("rows", family, **sizes)
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {"quantization_status": "compressed", "format": "float-quantized", "ignore": ["lm_head"]}
+    edit_json(
+        source / "config.json",
+        quantization_config={**eight_bit_config(), **config, "config_groups": {"group_0": group}},
+    )
+    steps = [
+        "stage1.steps=2",
+        "stage2.steps=1",
+        "held_out_samples=0",
+        "data.max_length=300",
+        "width_multiple=2",
+    ]
+    recipe = load_recipe("quickstart", [*steps, "pruning_ratio=0.5"])
+    masks = []
+    for folder in (source, plain):
+        testbed_tokenizer.save_pretrained(folder)
+        masks.append(train_mask(folder, tmp_path / f"{folder.name}-mask", recipe=recipe, progress=False))
+    found, expected = (mask.scaling_factors for mask in masks)
+    assert not expected.eq(1).all()
+    torch.testing.assert_close(found, expected)
 
 
 def test_weights_that_stay_packed_are_evaluated(quantized, export_both, testbed_tokenizer):
@@ -110,7 +145,6 @@ def test_weights_that_stay_packed_are_evaluated(quantized, export_both, testbed_
     assert evaluated.dense.get_submodule(K_PROJ) is evaluated.model.get_submodule(K_PROJ)
     expected = load_model(plain, torch.device("cpu"), trust_remote_code=False)
     with torch.no_grad():
-        evaluated.model(ids)  # a prompt is read by it first, which unpacks weights
         torch.testing.assert_close(evaluated.dense(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
 
 
