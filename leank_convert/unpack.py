@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from accelerate import dispatch_model
+
 
 def unpack_weights(model: Any, *, rounds_inputs: bool) -> None:
     """Unpack weights now that compressed-tensors would unpack ahead of the first pass of the whole model.
@@ -14,7 +16,8 @@ def unpack_weights(model: Any, *, rounds_inputs: bool) -> None:
     """
     if getattr(model, "hf_quantizer", None) is None:
         return
-    for unpack in list(model._forward_pre_hooks.values()):
+    devices, unpacks = getattr(model, "hf_device_map", None), list(model._forward_pre_hooks.values())
+    for unpack in unpacks:
         unpack(model, ())
     for module in model.modules():
         if hasattr(module, "_original_forward_func"):
@@ -22,6 +25,9 @@ def unpack_weights(model: Any, *, rounds_inputs: bool) -> None:
             offload = import_module("compressed_tensors.offload.module")
             offload.remove_module_offload(module, onload_tensors=True)
         if getattr(module, "quantization_scheme", None) is not None:
-            module.weight.data = module.weight.data.to(model.dtype)  # that of NVFP4 is bfloat16
+            if (weight := getattr(module, "weight", None)) is not None:
+                weight.data = weight.data.to(model.dtype)  # that of NVFP4 is bfloat16
             if not rounds_inputs:
                 module.quantization_enabled = False
+    if unpacks and devices and len({*devices.values()}) > 1:  # which it forgets
+        dispatch_model(model, devices, skip_keys=model._skip_keys_device_placement)

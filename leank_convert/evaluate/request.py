@@ -103,8 +103,16 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     also = request.also
     if also is None:
         also = (WINDOW,) if source == HELD_OUT else ()
-    section = _choose_recipe(request).data if source == HELD_OUT else None
-    return Evaluation(request, source, section, _SEED if request.seed is None else request.seed, also)
+    section, seed = None, _SEED if request.seed is None else request.seed
+    if source == HELD_OUT:
+        recipe = _choose_recipe(request)
+        section = recipe.data
+        if seed == recipe.seed:
+            raise LeanKError(
+                f"`--seed` {seed} is the recipe's, and would draw the samples of training",
+                hint="name another, or leave it out",
+            )
+    return Evaluation(request, source, section, seed, also)
 
 
 def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[str, str]]:

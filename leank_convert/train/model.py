@@ -188,6 +188,13 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
             hint="its `config.json` belongs to other weights: fetch or copy its files again",
         )
     model: PreTrainedModel = loaded[0]
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    stays = quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
+    if recipe.trains and stays and not quantizer.is_trainable:
+        raise LeanKError(
+            f"model `{name}`: kernels of its quantized weights give no gradients",
+            hint="train a mask of the plain model, and `export` this one by it",
+        )
     model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
     alone = recipe.model.device_map is None
     if alone:

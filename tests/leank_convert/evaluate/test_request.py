@@ -55,6 +55,12 @@ def test_a_folder_above_that_is_no_run_does_not_count(run):
     assert resolve_evaluation(EvaluationRequest(other)).section.max_length != 300
 
 
+def test_the_seed_of_training_is_refused(run):
+    assert resolve_evaluation(EvaluationRequest(run, seed=1)).seed == 1
+    with refusal("`seed` 0 is the recipe's, and would draw the samples of training"):
+        resolve_evaluation(EvaluationRequest(run, seed=0))
+
+
 def test_a_recipe_that_has_been_read_is_not_changed(run):
     recipe = load_recipe("quickstart")
     with refusal("a recipe that has been read is not changed by `overrides`"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.export import export_checkpoint
@@ -105,13 +106,8 @@ def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, te
         assert found[key].equal(tensor), key
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
-    family, quantized, testbed_tokenizer, without_report, tmp_path
-):
-    """Whatever the checkpoint rounds inputs of modules to, which has no gradients."""
-    sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 2048}
-    _, source, plain = quantized("rows", family, **sizes)
+def round_inputs(source):
+    """Have a model of FP8 in rows round what its modules are given."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -120,14 +116,18 @@ def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
         source / "config.json",
         quantization_config={**eight_bit_config(), **config, "config_groups": {"group_0": group}},
     )
-    steps = [
-        "stage1.steps=2",
-        "stage2.steps=1",
-        "held_out_samples=0",
-        "data.max_length=300",
-        "width_multiple=2",
-    ]
-    recipe = load_recipe("quickstart", [*steps, "pruning_ratio=0.5"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
+    family, quantized, testbed_tokenizer, without_report, tmp_path
+):
+    """Whatever the checkpoint rounds inputs of modules to, which has no gradients."""
+    sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 2048}
+    _, source, plain = quantized("rows", family, **sizes)
+    round_inputs(source)
+    short = ["stage1.steps=2", "stage2.steps=1", "held_out_samples=0", "data.max_length=300"]
+    recipe = load_recipe("quickstart", [*short, "width_multiple=2", "pruning_ratio=0.5"])
     masks = []
     for folder in (source, plain):
         testbed_tokenizer.save_pretrained(folder)
@@ -135,6 +135,17 @@ def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
     found, expected = (mask.scaling_factors for mask in masks)
     assert not expected.eq(1).all()
     torch.testing.assert_close(found, expected)
+
+
+def test_weights_whose_kernels_give_no_gradients_are_refused_by_what_trains(
+    quantized, testbed_tokenizer, monkeypatch, tmp_path
+):
+    _, source, _ = quantized("rows", vocab_size=len(testbed_tokenizer), max_position_embeddings=2048)
+    testbed_tokenizer.save_pretrained(source)
+    round_inputs(source)
+    monkeypatch.setattr(CompressedTensorsHfQuantizer, "is_trainable", False)
+    with refusal("kernels of its quantized weights give no gradients", "export"):
+        train_mask(source, tmp_path / "mask", recipe=load_recipe("quickstart", ["width_multiple=2"]))
 
 
 def test_weights_that_stay_packed_are_evaluated(quantized, export_both, testbed_tokenizer):
