@@ -33,6 +33,7 @@ ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 DIGESTS_NAME = "leank_digests.json"
 # A training run, in the folder that becomes or became its checkpoint.
 TRAINING_FOLDER = "leank"
+RATIO_PREFIX = "ratio-"  # of the folders of several ratios, in that of their run
 
 # Of weights that are not quantized, as safetensors names them.
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -266,7 +267,7 @@ def refuse_adapter(folder: Path) -> None:
 
 def ratios_hint(folder: Path) -> str | None:
     """Where the results of a run of several ratios lie, None for any other folder."""
-    named = " or ".join(f"`{path}`" for path in sorted(folder.glob("ratio-*")))
+    named = " or ".join(f"`{path}`" for path in sorted(folder.glob(f"{RATIO_PREFIX}*")))
     return f"it holds a run of several ratios: name {named}" if named else None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leank_convert.checkpoint_io import TRAINING_FOLDER, read_leank_config
+from leank_convert.checkpoint_io import RATIO_PREFIX, TRAINING_FOLDER, read_leank_config
 from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.names import WINDOW, check_names
 from leank_convert.fields import Fields
@@ -166,12 +166,9 @@ def _find_run(request: EvaluationRequest) -> Path:
     """The folder of the training run that made the checkpoint or the mask, if there was one."""
     made = request.checkpoint if request.mask is None else user_path(request.mask)
     folder = (made if made.is_dir() else made.parent).resolve()
-    # Of several ratios each has a folder in that of the run.
-    folders = [folder, folder.parent] if folder.name.startswith("ratio-") else [folder]
-    recipes = (each / TRAINING_FOLDER / RUN_RECIPE_NAME for each in folders)
-    return next(
-        (path.parent.parent for path in recipes if made.exists() and path.exists()), request.checkpoint
-    )
+    folders = [folder, folder.parent] if folder.name.startswith(RATIO_PREFIX) else [folder]
+    runs = (each for each in folders if (each / TRAINING_FOLDER / RUN_RECIPE_NAME).exists())
+    return next(runs, request.checkpoint) if made.exists() else request.checkpoint
 
 
 def _choose_recipe(request: EvaluationRequest) -> Recipe:

@@ -104,10 +104,8 @@ def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict
     weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes
     quantization = files.config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
-        with refused_by_transformers(files.name), torch.device("meta"):  # they are unpacked
-            built = build_config(files.config, facts.architecture, origin=files.name)
-            whole: Any = AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
-        weights = sum(parameter.numel() for parameter in whole.parameters()) * element_bytes
+        unpacked = _build_without_weights(files)
+        weights = sum(parameter.numel() for parameter in unpacked.parameters()) * element_bytes
     per_token = 2 * facts.num_cached_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
     context = per_token * recipe.data.max_length
     # The MLP's gate, its activation and the product with up, beside the residual and its norm.
@@ -151,13 +149,16 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
     )
 
 
-def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    name = files.name
+def _build_without_weights(files: ModelFiles) -> Any:
     origin = str(files.checkpoint.folder / CONFIG_NAME)
     built = build_config(files.config, files.facts.architecture, origin=origin)
-    # Without weights, so that what fails here is the config's fault alone.
     with refused_by_transformers(origin), torch.device("meta"):
-        AutoModelForCausalLM.from_config(built, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(built, trust_remote_code=False)  # type: ignore[no-untyped-call]
+
+
+def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    name = files.name
+    built = _build_without_weights(files).config  # what fails here is the config's fault alone
     try:
         loaded: Any = load_from(
             AutoModelForCausalLM,

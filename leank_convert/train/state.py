@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leank_convert.checkpoint_io import RATIO_PREFIX
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, first_line, shorten
 from leank_convert.files import sha256_of, write_atomically
@@ -92,7 +93,7 @@ class TrainingDirectory:
         ratios = recipe.pruning_ratios
         if len(ratios) == 1:
             return {ratios[0]: self}
-        return {ratio: TrainingDirectory(self.out / f"ratio-{ratio}") for ratio in ratios}
+        return {ratio: TrainingDirectory(self.out / f"{RATIO_PREFIX}{ratio}") for ratio in ratios}
 
 
 @dataclass

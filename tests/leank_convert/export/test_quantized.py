@@ -23,6 +23,7 @@ WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
 K_PROJ = f"{ATTENTION}.k_proj"
 LARGE = {"hidden_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+BY_THE_LIBRARY = ["compressed-tensors by the library", "NVFP4 by the library"]
 HALF_HEADS = {**LARGE, "num_key_value_heads": 8, "head_dim": GROUP // 2}  # a group of inputs is for two
 
 
@@ -94,8 +95,9 @@ def test_what_is_written_stands_for_the_permuted_weights(name, quantized, export
             assert f"tensor `{key}` is not the permutation of its source" in told
 
 
-def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, testbed_tokenizer):
-    _, source, plain = quantized("compressed-tensors by the library", **LARGE)
+@pytest.mark.parametrize("name", BY_THE_LIBRARY)
+def test_packed_weights_are_measured_as_the_weights_they_stand_for(name, quantized, testbed_tokenizer):
+    _, source, plain = quantized(name, **LARGE)
     recipe = load_recipe("quickstart", ["model.dtype=float32"])
     testbed_tokenizer.save_pretrained(source)
     files = open_model(source, recipe.model)
@@ -103,29 +105,32 @@ def test_packed_weights_are_measured_as_the_weights_they_stand_for(quantized, te
     found, forecast = model.state_dict(), count_bytes(files, recipe, torch.device("cpu"))["weights"]
     assert forecast == sum(weight.nbytes for weight in load_file(plain / WEIGHTS).values())
     for key, tensor in load_file(plain / WEIGHTS).items():
-        assert found[key].equal(tensor), key
+        assert found[key].dtype == tensor.dtype and found[key].equal(tensor), key
 
 
-def round_inputs(source):
-    """Have a model of FP8 in rows round what its modules are given."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+def round_inputs(source, kind="float"):
+    """Have a model of 8 bits in rows round what its modules are given."""
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "dynamic": False}
+    inputs = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    config = {"quantization_status": "compressed", "format": "float-quantized", "ignore": ["lm_head"]}
+    config = {"quantization_status": "compressed", "format": f"{kind}-quantized", "ignore": ["lm_head"]}
     edit_json(
         source / "config.json",
         quantization_config={**eight_bit_config(), **config, "config_groups": {"group_0": group}},
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "name", "kind"),
+    [("llama", "rows", "float"), ("gpt_oss", "rows", "float"), ("llama", "rows of integers", "int")],
+)
 def test_training_learns_of_them_what_it_learns_of_the_plain_weights(
-    family, quantized, testbed_tokenizer, without_report, tmp_path
+    family, name, kind, quantized, testbed_tokenizer, without_report, tmp_path
 ):
     """Whatever the checkpoint rounds inputs of modules to, which has no gradients."""
     sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 2048}
-    _, source, plain = quantized("rows", family, **sizes)
-    round_inputs(source)
+    _, source, plain = quantized(name, family, **sizes)
+    round_inputs(source, kind)
     short = ["stage1.steps=2", "stage2.steps=1", "held_out_samples=0", "data.max_length=300"]
     recipe = load_recipe("quickstart", [*short, "width_multiple=2", "pruning_ratio=0.5"])
     masks = []
@@ -148,8 +153,9 @@ def test_weights_whose_kernels_give_no_gradients_are_refused_by_what_trains(
         train_mask(source, tmp_path / "mask", recipe=load_recipe("quickstart", ["width_multiple=2"]))
 
 
-def test_weights_that_stay_packed_are_evaluated(quantized, export_both, testbed_tokenizer):
-    _, source, plain = quantized("compressed-tensors by the library", **LARGE)
+@pytest.mark.parametrize("name", BY_THE_LIBRARY)
+def test_weights_that_stay_packed_are_evaluated(name, quantized, export_both, testbed_tokenizer):
+    _, source, plain = quantized(name, **LARGE)
     testbed_tokenizer.save_pretrained(source)
     out, _ = export_both(source, plain)
     evaluated, ids = load_evaluated(out, torch.device("cpu")), torch.arange(9)[None]
