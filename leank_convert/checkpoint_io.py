@@ -25,6 +25,7 @@ CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+ADAPTER_FOLDER = "adapter"  # where `export` puts a converted one, in the checkpoint
 ADAPTER_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"

@@ -10,6 +10,9 @@ from glob import escape
 from pathlib import Path
 
 from leank_convert.checkpoint_io import (
+    ADAPTER_FOLDER,
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS_NAME,
     CONFIG_NAME,
     DIGESTS_NAME,
     DOWNLOADED_PATTERNS,
@@ -141,8 +144,14 @@ def download_file(repo_id: str, name: str) -> Path:
         return Path(hf_hub_download(repo_id, name))
 
 
-def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
+def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False, adapter: bool = False) -> str:
     """Upload a checkpoint to `owner/name`, without what else lies beside it, and return the address.
+
+    Args:
+        path: The checkpoint's folder.
+        repo_id: The repository, made if it does not exist.
+        private: Whether one that is made is private.
+        adapter: Whether the adapter that `export` converted beside the checkpoint is uploaded, too.
 
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.
@@ -154,7 +163,8 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     read_leank_config(folder)
     own = stale = None  # without a list, all of it
     if (folder / DIGESTS_NAME).exists():
-        own = [escape(name) for name in (*read_digests(folder), DIGESTS_NAME)]
+        beside = [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_NAME, ADAPTER_WEIGHTS_NAME)]
+        own = [escape(name) for name in (*read_digests(folder), DIGESTS_NAME, *(beside if adapter else ()))]
         # Of an upload before: transformers reads one file of weights rather than a list of several.
         stale = ["model*.safetensors*", "*_leank.py"]
     api = HfApi()

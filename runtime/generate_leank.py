@@ -13,8 +13,9 @@ from .cache_leank import LeanKCache
 from .configuration_leank import CACHE, KV_DTYPES
 from .windows_leank import PRUNE_MODES, check_choice
 
-# `dynamic_full` is what older releases of transformers ask of a drafting model.
-_OWN_CACHE = (None, "dynamic", "dynamic_full")
+# `dynamic_full` is what older releases of transformers ask of a drafting model; the hybrid ones stand in
+# Gemma's generation config, for the cache of the model's own kinds of layers.
+_OWN_CACHE = (None, "dynamic", "dynamic_full", "hybrid", "hybrid_chunked")
 
 
 class GenerateMixin:

@@ -8,30 +8,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 MASK_FILE = "channel_mask.safetensors"
+_HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def find_mask_file(source: str, block: Mapping[str, Any], options: Mapping[str, Any]) -> Path | None:
-    """Find the file that a `leank` block names in a folder or a repository; None if it is not that file."""
-    digest = block.get("files", {}).get(MASK_FILE)
+def find_mask_file(source: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Path | None:
+    """Find the file that a config's `leank` block names in a folder or a repository; None if it is not there.
+
+    `options` are arguments of `from_pretrained`, of which those of the hub are taken. The path stays right
+    where the process goes to another folder.
+    """
+    given = {name: value for name, value in options.items() if name in _HUB_OPTIONS and value is not None}
+    if (commit := getattr(config, "_commit_hash", None)) is not None:
+        given["revision"] = commit  # whatever is uploaded while the weights are loaded
     try:
-        found = cached_file(source, MASK_FILE, **options) if source and digest else None
+        found = cached_file(source, MASK_FILE, **given) if source and _digest(config.leank) else None
     except OSError:
         found = None
-    if found is None or hashlib.sha256(Path(found).read_bytes()).hexdigest() != digest:
-        return None
-    return Path(found)
+    return None if found is None else Path(found).absolute()
 
 
-def carry_mask_file(source: str, block: Mapping[str, Any], folder: Path) -> bool:
+def is_mask_file(path: Path | None, block: Mapping[str, Any]) -> bool:
+    """Return whether a path is still the file that a `leank` block names."""
+    if path is None or not path.is_file():
+        return False
+    return bool(hashlib.sha256(path.read_bytes()).hexdigest() == _digest(block))
+
+
+def carry_mask_file(found: Path | None, block: Mapping[str, Any], folder: Path) -> bool:
     """Copy the file that a `leank` block names to another folder; return whether it is there."""
-    found = find_mask_file(source, block, {})
-    if found is None:
+    if found is None or not is_mask_file(found, block):
         return False
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / MASK_FILE
     if not copy.exists() or not copy.samefile(found):
         shutil.copyfile(found, copy)
     return True
+
+
+def _digest(block: Mapping[str, Any]) -> Any:
+    return block.get("files", {}).get(MASK_FILE)

@@ -9,19 +9,18 @@ V is rotated into it as it is stored, and the output back.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from transformers import PreTrainedConfig
 
 from .configuration_leank import LeanKSettings
 from .constants_leank import Constants
 from .fp8_leank import EXPONENTS, SCALE_NAMES
-from .mask_file_leank import MASK_FILE, find_mask_file
+from .mask_file_leank import MASK_FILE, is_mask_file
 
-_HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 _HINT = "copy or export the checkpoint again"
 
 
@@ -42,14 +41,13 @@ def check_loaded(missing: Collection[str], source: str) -> None:
 
 
 def load_mask_tensors(
-    config: PreTrainedConfig, settings: LeanKSettings, source: str, options: Mapping[str, Any]
+    block: Mapping[str, Any], settings: LeanKSettings, path: Path | None, source: str
 ) -> tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]:
-    """Read the mean of keys and the basis of V of a checkpoint, by its folder or hub id; None for none.
+    """Read the mean of keys and the basis of V of a checkpoint from its mask's file; None for none.
 
     Of every pruned layer, in the checkpoint's head order, `[1, H_kv, D]` and `[H_kv, D, D]` with a
-    direction per column, fp32, on the CPU. `options` are arguments of `from_pretrained`, of which those of
-    the hub are taken. Raises a ValueError if the file is missing or is not the one that was exported, or a
-    tensor makes no sense.
+    direction per column, fp32, on the CPU. `path` is what `find_mask_file` found in `source`. Raises a
+    ValueError if the file is missing or is not the one that was exported, or a tensor makes no sense.
     """
     if not (settings.has_key_mean or settings.has_value_basis):
         return None, None
@@ -59,12 +57,7 @@ def load_mask_tensors(
         wanted["key_mean"] = "the mean of keys", torch.float16, shape
     if settings.has_value_basis:
         wanted["value_basis"] = "the basis of V", torch.float32, (*shape, shape[-1])
-    block: dict[str, Any] = config.leank
-    given = {name: value for name, value in options.items() if name in _HUB_OPTIONS and value is not None}
-    if (commit := getattr(config, "_commit_hash", None)) is not None:
-        given["revision"] = commit  # whatever is uploaded while the weights are loaded
-    path = find_mask_file(source, block, given)
-    if path is None:
+    if path is None or not is_mask_file(path, block):
         held = " and ".join(name for name, *_ in wanted.values())
         raise ValueError(
             f"`{source}`: `{MASK_FILE}`, which holds {held}, is missing or not the file that was exported; "

@@ -23,7 +23,7 @@ from .capture_leank import GraphMemory
 from .configuration_leank import CACHE, config_class_of, read_settings, stock_class
 from .fused_step_leank import own_storages
 from .generate_leank import GenerateMixin
-from .mask_file_leank import MASK_FILE, carry_mask_file
+from .mask_file_leank import MASK_FILE, carry_mask_file, find_mask_file
 from .parts_leank import load_part
 
 logger = logging.get_logger(__name__)
@@ -50,6 +50,7 @@ class LeanKMixin:
     config: Any
     key_means: list[torch.Tensor] | None
     value_bases: list[torch.Tensor] | None
+    mask_file: Path | None  # where `from_pretrained` found it
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         """Build the stock model, or raise a ValueError if the config has no valid `leank` block."""
@@ -57,7 +58,7 @@ class LeanKMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if settings.has_scales:
             load_part("model_constants").add_scales(self._pruned_attentions(), settings)
-        self.key_means = self.value_bases = None
+        self.key_means = self.value_bases = self.mask_file = None
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
@@ -73,10 +74,11 @@ class LeanKMixin:
         )
         config = model.config
         settings = read_settings(config)
+        model.mask_file = find_mask_file(config.name_or_path, config, kwargs)
         if settings.has_constants:
             part = load_part("model_constants")
             part.check_loaded(info["missing_keys"], model.name_or_path)
-            found = part.load_mask_tensors(config, settings, config.name_or_path, kwargs)
+            found = part.load_mask_tensors(config.leank, settings, model.mask_file, config.name_or_path)
             model.key_means, model.value_bases = found
         if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not _cpu_has_bfloat16():
             logger.warning(
@@ -109,9 +111,9 @@ class LeanKMixin:
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as the stock class does, and carry the mask's file along.
 
-        transformers copies weights, config and these files; the mask's file is looked for where the model was
-        loaded from. Where it is not found, or is another one by now, the saved config does not name it. If it
-        holds the mean of keys or a basis of V, without which answers are others, that raises a ValueError.
+        transformers copies weights, config and these files. Where the mask's file is no longer where the
+        model was loaded from, or is another one by now, the saved config does not name it. If it holds the
+        mean of keys or a basis of V, that raises a ValueError: answers need them, or adapters.
         """
         block = self.config.leank
         if not self.config.model_type.startswith("leank_"):
@@ -120,9 +122,9 @@ class LeanKMixin:
                 "where it is the original again; `leank-convert export` writes a pruned checkpoint"
             )
         files = dict(block.get("files", {}))
-        if not carry_mask_file(self.config.name_or_path, block, Path(save_directory)):
+        if not carry_mask_file(self.mask_file, block, Path(save_directory)):
             settings = read_settings(self.config)
-            if settings.has_key_mean or settings.has_value_basis:
+            if settings.has_key_mean or settings.value_widths is not None:
                 raise ValueError(
                     f"`{MASK_FILE}`, which holds the mean of keys or a basis of V, is no longer in "
                     f"`{self.config.name_or_path}`, or is another file: put it back, then save"
@@ -136,11 +138,11 @@ class LeanKMixin:
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as the stock class does, or raise a ValueError if it would change other heads."""
-        if not fits_heads(peft_model_id, self.config.leank):
+        if not fits_heads(peft_model_id, self.config):
             raise ValueError(
                 "load_adapter: KV heads are in another order, or V in another basis, than in the model that "
-                "an adapter was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "
-                "CHECKPOINT -o NEW`, and load NEW"
+                "an adapter was made for; if that is the original, convert it by `leank-convert adapter "
+                "ADAPTER --checkpoint CHECKPOINT -o NEW`, and load NEW"
             )
         return super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
 

@@ -69,12 +69,12 @@ def export(
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
+    from leank_convert.checkpoint_io import ADAPTER_FOLDER
     from leank_convert.export import adapter as adapters
 
-    beside = out / adapters.ADAPTER_FOLDER
+    beside = out / ADAPTER_FOLDER
     if adapter is not None:
-        replaces = choices["overwrite"] and adapters.converted_for(beside) is not None
-        adapters.check_adapter(adapter, beside, model=model, replaces=replaces)
+        adapters.check_adapter(adapter, beside, model=model, overwrite=choices["overwrite"])
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -90,9 +90,8 @@ def export(
 
         export_checkpoint(model, mask_path, out, **options)
     if adapter is not None:
-        adapters.remove_converted(beside)
-        click.echo(adapters.convert_adapter(adapter, out, beside))
-    finish_export(out, repo_id, private)
+        click.echo(adapters.convert_adapter(adapter, out, beside, overwrite=choices["overwrite"]))
+    finish_export(out, repo_id, private, adapter=adapter is not None)
 
 
 @click.command("export-onnx", short_help="Write MODEL's pruned ONNX graph and a host for it.")
@@ -180,13 +179,13 @@ def check_hub_options(base_model: str | None, repo_id: str | None, private: bool
         check_repo_id(repo_id)
 
 
-def finish_export(out: Path, repo_id: str | None, private: bool) -> None:
-    """Print where the checkpoint lies, and upload it if that was asked for."""
+def finish_export(out: Path, repo_id: str | None, private: bool, *, adapter: bool = False) -> None:
+    """Print where the checkpoint lies, and upload it if that was asked for, its converted adapter, too."""
     click.echo(out)
     if repo_id is not None:
         from leank_convert.hub import push_to_hub
 
-        click.echo(push_to_hub(out, repo_id, private=private))
+        click.echo(push_to_hub(out, repo_id, private=private, adapter=adapter))
 
 
 def quiet_transformers() -> None:

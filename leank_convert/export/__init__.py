@@ -18,6 +18,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from leank_convert.checkpoint_io import (
+    ADAPTER_FOLDER,
     CARD_NAME,
     CONFIG_NAME,
     INDEX_NAME,
@@ -27,7 +28,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.export.adapter import ADAPTER_FOLDER, converted_for, order_of, remove_converted
+from leank_convert.export.adapter import converted_for, order_of, remove_converted
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import (
     copy_companions,

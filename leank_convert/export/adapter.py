@@ -8,6 +8,7 @@ basis of V that is folded into the weights is folded into rows of B and columns 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,7 +39,6 @@ from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_bl
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
-ADAPTER_FOLDER = "adapter"  # where `export` puts it, in the checkpoint
 _FILES = {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
 _MERGE = "merge it into the original model (`merge_and_unload`), then convert that with the checkpoint's mask"
 # PEFT puts its own names before those of the model; of a model without a head, `model.` lacks.
@@ -49,7 +49,9 @@ _OF_INPUTS = ("lora_A.weight",)
 _WHOLE = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
 
-def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path) -> Path:
+def convert_adapter(
+    adapter: str | Path, checkpoint: str | Path, out: str | Path, *, overwrite: bool = False
+) -> Path:
     """Write a LoRA adapter of the original model as one of a checkpoint that was made from it.
 
     DoRA's magnitudes, biases and whole modules that were trained beside it are converted, too. What adds to V
@@ -59,20 +61,21 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         adapter: The adapter's folder or hub id, with adapter_config.json and adapter_model.safetensors.
         checkpoint: The checkpoint's folder or hub id.
         out: The folder to write; it does not exist yet, or is empty.
+        overwrite: Whether a converted adapter in it is replaced, once the new one is there.
 
     Returns:
         `out`.
 
     Raises:
-        LeanKError: If the adapter is no LoRA, does not fit the model, was converted before or holds something
-            that has no order of heads known here, or DoRA's magnitudes of a V that is pruned; or if one
-            cannot be read, or `out` not be written.
+        LeanKError: If the adapter is no LoRA, does not fit the model, was converted before, was trained on a
+            checkpoint or holds something that has no order of heads known here, or DoRA's magnitudes of a V
+            that is pruned; or if one cannot be read, or `out` not be written.
     """
     out, origin = check_folder(user_path(out)), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
-    settings, header = check_adapter(adapter, out)
+    settings, header = check_adapter(adapter, out, checkpoint=checkpoint, overwrite=overwrite)
     basis = _load_basis(origin, leank) if _is_folded(leank) else None
     edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,6 +87,8 @@ def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path
         sync_path(new / ADAPTER_WEIGHTS_NAME)
         settings |= {"base_model_name_or_path": str(checkpoint), "revision": None}  # that was the original's
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
+        if overwrite:
+            remove_converted(out)
         new.replace(out)
     return out
 
@@ -115,22 +120,44 @@ def remove_converted(folder: Path) -> None:
 
 
 def check_adapter(
-    adapter: str | Path, out: Path, *, model: str | None = None, replaces: bool = False
+    adapter: str | Path,
+    out: Path,
+    *,
+    model: str | None = None,
+    checkpoint: str | Path | None = None,
+    overwrite: bool = False,
 ) -> tuple[dict[str, Any], SafetensorsHeader]:
-    """Check an adapter before there is a checkpoint of its `model`; return its settings and header."""
+    """Check an adapter for a `checkpoint`, or before there is one of its `model`.
+
+    Returns:
+        Its settings and header.
+    """
     held = {path.name for path in out.iterdir()} if check_folder(out).exists() else set()
-    if held - (_FILES if replaces else set()):
+    if held - (_FILES if overwrite and converted_for(out) is not None else set()):
         raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
     folder = resolve_model(adapter)
     settings = _read_settings(folder)
     header = read_header(folder / ADAPTER_WEIGHTS_NAME)
     if "leank" in header.metadata:
         raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    base = settings.get("base_model_name_or_path")
+    if base == str(checkpoint) or _is_checkpoint(base):
+        raise LeanKError(
+            f"`{folder}` was trained on the checkpoint {cut(base)}, whose heads it fits as it is",
+            hint="load it without converting it",
+        )
     if model is not None:
         source = resolve_model(model)
         facts = read_model_facts(read_config(source), origin=str(source / CONFIG_NAME))
         _plan(header, facts, [[*range(facts.num_key_value_heads)]] * len(facts.layers), None, str(source))
     return settings, header
+
+
+def _is_checkpoint(base: object) -> bool:
+    """Whether what an adapter was trained on is the folder of a LeanK checkpoint."""
+    # Unlike `Path.is_file`, it takes a name that is too long.
+    found = isinstance(base, str) and os.path.isfile(os.path.join(base, CONFIG_NAME))  # noqa: PTH113, PTH118
+    return found and "leank" in read_config(Path(str(base)))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -142,9 +169,15 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             f"`{path}`: `peft_type` is {cut(settings.get('peft_type'))}, and only LORA is known here",
             hint=_MERGE,
         )
-    for name in ("layer_replication", "target_parameters"):
+    for name in ("layer_replication", "target_parameters", "use_bdlora", "use_qalora"):
         if settings.get(name):
             raise LeanKError(f"`{path}`: `{name}` is not known here", hint=_MERGE)
+    if settings.get("init_lora_weights") == "olora":
+        raise LeanKError(
+            f"`{path}`: `init_lora_weights` is 'olora', of which PEFT works out a part anew from the weights "
+            "that it is put on",
+            hint="save it by PEFT's `path_initial_model_for_weight_conversion`, or " + _MERGE,
+        )
     if not (folder / ADAPTER_WEIGHTS_NAME).is_file():
         raise LeanKError(
             f"`{folder}` has no `{ADAPTER_WEIGHTS_NAME}`",

@@ -27,7 +27,7 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
     if (in_rank_order := getattr(model, "with_ordered_heads", None)) is None:
         return adapter
     folder = get_adapter_absolute_path(request.lora_path)
-    if not fits_heads(folder, model.config.leank):
+    if not fits_heads(folder, model.config):
         raise ValueError(
             f"adapter `{request.lora_path}`: KV heads are in another order, or V in another basis, than in "
             "the model that it was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "

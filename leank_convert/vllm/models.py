@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.configuration_leank import read_settings
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
+from leank_convert._runtime.mask_file_leank import find_mask_file
 from leank_convert._runtime.model_constants_leank import check_scales, load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs
@@ -159,7 +160,9 @@ class _LeanKForCausalLM:
 
     def set_mask_tensors(self) -> None:
         """Give the stage's layers what comes off keys and rotates V, from the file beside the weights."""
-        means, bases = load_mask_tensors(self._config, self._settings, *self._source)
+        source, options = self._source
+        path = find_mask_file(source, self._config, options)
+        means, bases = load_mask_tensors(self._config.leank, self._settings, path, source)
         for attention in self._attentions:
             if means is not None:
                 attention.key_mean.copy_(means[attention.row][:, attention.heads])

@@ -31,10 +31,9 @@ def prompt():
 
 
 def adapter_of(source, folder, **options):
-    """Write a random adapter; also returns logits and tokens of the original with it."""
-    model = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(source), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
-    )
+    """Write a random adapter; also returns logits and tokens of the model with it."""
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -125,6 +124,32 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
     assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
 
 
+def test_an_adapter_that_was_trained_on_the_checkpoint_is_loaded_as_it_is(
+    converted, load, tmp_path, monkeypatch
+):
+    checkpoint = converted("llama", WIDTHS)
+    other = converted("llama", [[8, 0], [3, 16]], name="other")
+    lora, logits, tokens = adapter_of(checkpoint.folder, tmp_path / "lora", target_modules=ALL)
+    monkeypatch.chdir(checkpoint.folder.parent)
+    model = load(checkpoint.folder.name)  # the same folder by another path
+    model.load_adapter(str(lora))
+    with torch.no_grad():
+        assert torch.equal(model(prompt()).logits, logits)
+    assert torch.equal(model.generate(prompt(), **GREEDY), tokens)
+    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
+        load(other.folder).load_adapter(str(lora))
+    told = rejected("adapter", lora, "--checkpoint", other.folder, "-o", tmp_path / "new")
+    assert "was trained on the checkpoint" in told and not (tmp_path / "new").exists()
+    # A repository's id is all that is known of a checkpoint that lies on the hub.
+    edit_json(lora / "adapter_config.json", base_model_name_or_path="me/pruned")
+    monkeypatch.setattr(
+        "leank_convert.export.adapter.resolve_model",
+        lambda name: {"me/pruned": checkpoint.folder}.get(name, lora),
+    )
+    with refusal("was trained on the checkpoint"):
+        convert_adapter(lora, "me/pruned", tmp_path / "new")
+
+
 def rename(tensors, old, new):
     return {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
@@ -134,6 +159,8 @@ def rename(tensors, old, new):
     [
         ({"peft_type": "LOHA"}, None, "`peft_type` is 'LOHA', and only LORA"),
         ({"layer_replication": [[0, 2]]}, None, "`layer_replication` is not known"),
+        ({"use_bdlora": {"nblocks": 2}}, None, "`use_bdlora` is not known"),
+        ({"init_lora_weights": "olora"}, None, "'olora', of which PEFT works out a part anew"),
         ({}, lambda tensors: {name: tensor[:-1] for name, tensor in tensors.items()}, "another model's"),
         ({}, lambda tensors: rename(tensors, "lora_B", "lora_C"), "not known how heads lie"),
         ({}, lambda tensors: rename(tensors, "layers.1", "layers.7"), "model has no `model.layers.7"),
@@ -155,6 +182,6 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
     with refusal(message):
         convert_adapter(lora, checkpoint.folder, tmp_path / "new")
     weights.unlink()
-    with refusal(r"peft_type|not known|has no `adapter_model\.safetensors`"):
+    with refusal(r"peft_type|not known|olora|has no `adapter_model\.safetensors`"):
         convert_adapter(lora, checkpoint.folder, tmp_path / "new")
     assert sorted(tmp_path.iterdir()) == before

@@ -166,7 +166,7 @@ def test_a_mean_that_the_digest_vouches_for_and_makes_no_sense_is_not_loaded(con
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, tmp_path):
+def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, tmp_path, monkeypatch):
     checkpoint = converted("qwen2", WIDTHS, centred=True)
     model = load(checkpoint.folder)
     expected = model.generate(**batch(), **GREEDY)
@@ -176,6 +176,11 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
     assert failed(tmp_path / "again") == {}
     again.save_pretrained(tmp_path / "again")  # over itself
     assert torch.equal(load(tmp_path / "again").generate(**batch(), **GREEDY), expected)
+    with monkeypatch.context() as place:
+        place.chdir(checkpoint.folder.parent)
+        moved = load(checkpoint.folder.name)
+    moved.save_pretrained(tmp_path / "from_another_place")
+    assert (tmp_path / "from_another_place" / "channel_mask.safetensors").is_file()
 
     (checkpoint.folder / "channel_mask.safetensors").unlink()
     before = json.loads(json.dumps(model.config.leank))

@@ -96,15 +96,21 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_non
     digests = {"format_version": 1, "files": dict.fromkeys(listed, "")}
     (checkpoint / DIGESTS_NAME).write_text(json.dumps(digests))
     (checkpoint / "notes.txt").write_text("private")
+    adapter = {f"adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")}
+    (checkpoint / "adapter").mkdir()
+    for name in (*adapter, "adapter/notes.txt"):
+        (checkpoint / name).touch()
     theirs, stale = {"README.md", "notes.txt"}, {"model.safetensors.index.json", "kernel_fp8_leank.py"}
     hub.held = {*theirs, *stale, "model-00001-of-00002.safetensors"}
     push_to_hub(checkpoint, "me/model")
     assert hub.uploaded == {*listed, DIGESTS_NAME}
     assert hub.held == hub.uploaded | theirs
+    push_to_hub(checkpoint, "me/model", adapter=True)
+    assert hub.uploaded == {*listed, DIGESTS_NAME, *adapter}
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
         push_to_hub(checkpoint, "me/other")
-    assert hub.create_repo.call_count == 1
+    assert hub.create_repo.call_count == 2
 
 
 def test_local_folders_are_models(tmp_path, monkeypatch):

@@ -154,21 +154,22 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair)
     assert copy.deepcopy(cache).get_seq_length() == 24
 
 
+@pytest.mark.parametrize("name", ["dynamic", "hybrid"])  # the latter is what Gemma 3 publishes
 @pytest.mark.parametrize("where", ["argument", "model", "both"])
-def test_a_dynamic_cache_in_a_generation_config_means_the_own_one(where, model_pair, caplog):
+def test_a_models_own_cache_in_a_generation_config_means_leanks(where, name, model_pair, caplog):
     model = model_pair([[0, 4], [4, 8]]).leank
     expected = model.generate(one_row(), **GREEDY)
     if where != "argument":
-        model.generation_config.cache_implementation = "dynamic"
+        model.generation_config.cache_implementation = name
     if where == "model":
         assert torch.equal(model.generate(one_row(), **GREEDY), expected)
         return
-    config = GenerationConfig(cache_implementation="dynamic", **GREEDY)
+    config = GenerationConfig(cache_implementation=name, **GREEDY)
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").propagate = True
         type(transformers_logging.get_logger()).warning_once.cache_clear()
         assert torch.equal(model.generate(one_row(), config), expected)
-    assert config.cache_implementation == "dynamic"
+    assert config.cache_implementation == name
     if where == "argument":
         assert "deprecated" not in caplog.text
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from leank_convert._runtime import modeling_leank
 from leank_convert.convert import export_model
@@ -135,6 +135,9 @@ def test_v_that_is_rotated_as_it_is_cached_answers_as_where_it_is_folded(folder_
         rotated = scores_of(model)
     torch.testing.assert_close(rotated, scores_of(folded), rtol=1e-3, atol=1e-4)
     assert not torch.allclose(rotated, of_all, rtol=1e-2, atol=1e-2)
+    (out / "channel_mask.safetensors").unlink()  # without which no adapter can be converted
+    with pytest.raises(ValueError, match="basis of V, is no longer in"):
+        folded.save_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize("row", [case for case in FAMILIES if case.values[0].gated])
@@ -196,8 +199,11 @@ def test_an_adapter_adds_to_a_folded_model_what_it_adds_to_the_original(folder_o
     model = peft.get_peft_model(stock_model(family, source), config).eval()
     model.save_pretrained(tmp_path / "lora")
     if options["target_modules"] == ["v_proj"]:
+        (tmp_path / "new").mkdir()
+        save_file({}, tmp_path / "new" / "adapter_model.safetensors", metadata={"leank": "made before"})
         with pytest.raises(LeanKError, match="holds DoRA's magnitudes of V's rows"):
-            convert_adapter(tmp_path / "lora", out, tmp_path / "new")
+            convert_adapter(tmp_path / "lora", out, tmp_path / "new", overwrite=True)
+        assert [path.name for path in (tmp_path / "new").iterdir()] == ["adapter_model.safetensors"]
         return
     new = convert_adapter(tmp_path / "lora", out, tmp_path / "new")
     folded = peft.PeftModel.from_pretrained(stock_model(family, out), new).eval()
