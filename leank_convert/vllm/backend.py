@@ -194,6 +194,11 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         told = (layer.told_prompts for layer in layers if hasattr(layer, "told_prompts"))
         self._told_prompts: list[int] = next(told, [])
         for layer in _agreed_layers(vllm_config):
+            if layer.lacks_constants and (load_format := vllm_config.load_config.load_format) != "dummy":
+                raise ValueError(
+                    f"--load-format {load_format}: it brought no mean of keys, basis of V or scales of a "
+                    "cache in FP8; serve the checkpoint itself"
+                )
             # Both asked for here, that no request waits for their compilation.
             kernels, _ = layer.kernels, getattr(layer, "page_kernels", None)
             if kernels is not None and kv_cache_spec.block_size % kernels.key.load_tokens:
@@ -300,7 +305,9 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
     ) -> torch.Tensor:
         """Attend with `[T, H, D]`, `key` and `value` being `[T, H_kv, D]`; return `output`."""
         if attn_metadata is None:  # memory is measured: that of a prompt put together is part of it
-            key.new_empty(2, layer.most_keys, *key.shape[1:])
+            keys, values = key.new_empty(2, layer.most_keys, *key.shape[1:])
+            if self.flash_attention is None and key.is_cuda:  # torch's repeats and pads them
+                attend_densely(query[:1], keys, values, self.scale, self.sinks)
             return output.zero_()
         store, step, window_step = open_store(layer, kv_cache, attn_metadata)
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))

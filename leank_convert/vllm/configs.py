@@ -124,12 +124,15 @@ def settings_of(stock: Any) -> Any:
     """What vLLM settles by the name of a family's class, and what we do, for ours."""
 
     def settle(vllm_config: Any) -> None:
+        from leank_convert.vllm.refusals import check_options  # which needs classes of this module
+
         outputs = vllm_config.structured_outputs_config
         asked = outputs.reasoning_parser
         stock.verify_and_update_config(vllm_config)
         # That of harmony stops at every chat where `model_type` is not the family's.
         outputs.reasoning_parser = asked
         hand_over_tokens(vllm_config)
+        check_options(vllm_config)  # before any process is started; what is settled later, by the model
 
     return type(stock.__name__, (stock,), {"verify_and_update_config": staticmethod(settle)})
 

@@ -74,6 +74,7 @@ class LeanKAttention(Attention):
         value_basis: What V is rotated into before it is stored `[H_kv, D, D]`; None: as it comes.
         key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
         value_scale: The same of values.
+        lacks_constants: Whether one of these is what it was made as, not the checkpoint's.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class LeanKAttention(Attention):
             ones = torch.ones(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
             is_fp8 = self.kv_cache_dtype in FP8_NAMES
             self.register_buffer(name, ones if is_fp8 else None, persistent=False)
+        self.lacks_constants = is_fp8 or settings.has_key_mean or settings.has_value_basis
         self._first = (first,)  # in a tuple, as it is no submodule
         self._own_window = None
         if first is None and pages.numbers.window:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_pp_group,
@@ -148,15 +148,30 @@ class _LeanKForCausalLM:
         """Load weights; heads of attention are put in the order of ranks.
 
         Raises:
-            ValueError: If a layer lacks one that another layer has, heads are of another size, or the mean of
-                keys or scales make no sense.
+            ValueError: If a layer lacks one that another layer has, heads are of another size, the mean of
+                keys or scales make no sense, or weights of another mask are to take the place of these.
         """
+        self._check_reload()
         scales: dict[str, torch.Tensor] = {}
         loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
         self.set_mask_tensors()
         if self._attentions[0].key_scale is not None:
             self.set_scales(scales)
+        for attention in self._attentions:
+            attention.lacks_constants = False
         return loaded
+
+    def _check_reload(self) -> None:
+        """Raise unless weights that vLLM loads in the place of others are of the same mask: that stays."""
+        source = self._vllm_config.model_config.model
+        if source == self._source[0]:
+            return
+        block = PreTrainedConfig.get_config_dict(source)[0].get("leank")
+        if block != self._config.leank:
+            raise ValueError(
+                f"`{source}` has another mask, or other constants, than `{self._source[0]}`, which is "
+                "served: start another engine with it"
+            )
 
     def set_mask_tensors(self) -> None:
         """Give the stage's layers what comes off keys and rotates V, from the file beside the weights."""

@@ -28,25 +28,12 @@ def find_flash_attention(
 ) -> Attend | None:
     """Return vLLM's flash attention, in its version for this device; None where torch's must do.
 
-    The first call for a shape holds it to torch's on two prompts; if that fails, one warning says so.
+    The first call for a shape holds it to torch's on two prompts; on a GPU one warning says why it must do.
     """
     if not current_platform.is_cuda():
         return None
-    try:  # both are CUDA's alone
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-    except ImportError:  # a build without its extensions
-        return None
-    supports_size = FlashAttentionBackend.supports_head_size(head_size)
-    if dtype not in FlashAttentionBackend.supported_dtypes or not supports_size:
-        return None
-    if has_sinks and not FlashAttentionBackend.supports_sink():
-        return None
-    version = get_flash_attn_version(head_size=head_size)
-    if version is None:
-        return None
-    found = functools.partial(flash_attn_varlen_func, fa_version=version)
     try:
+        found = _flash_attention(head_size, dtype, has_sinks)
         device = torch.device(current_platform.device_type)
         error = disagreement(found, (num_heads, num_kv_heads, head_size), dtype, device, has_sinks)
         if error <= 2 * torch.finfo(dtype).eps:
@@ -58,6 +45,24 @@ def find_flash_attention(
         reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
     logger.warning("vLLM's flash attention does not read prompts, torch's is slower: %s", reason)
     return None
+
+
+def _flash_attention(head_size: int, dtype: torch.dtype, has_sinks: bool) -> Attend:
+    """Flash attention of vLLM; ImportError in a build without it, ValueError where it does not serve this."""
+    # Both are CUDA's alone.
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    if dtype not in FlashAttentionBackend.supported_dtypes:
+        raise ValueError(f"it takes no {dtype}")
+    if not FlashAttentionBackend.supports_head_size(head_size):
+        raise ValueError(f"it takes no heads of {head_size} channels")
+    if has_sinks and not FlashAttentionBackend.supports_sink():
+        raise ValueError("on this GPU it takes no attention sinks")
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        raise ValueError("it has no version for this GPU")
+    return functools.partial(flash_attn_varlen_func, fa_version=version)
 
 
 def disagreement(

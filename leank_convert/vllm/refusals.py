@@ -76,6 +76,11 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"--load-format {load_format}: such files lack the mean of keys, the basis of V and scales of a "
             "cache in FP8; serve the checkpoint itself"
         )
+    if vllm_config.model_config.model_weights and {"key_mean", "value_basis"} & block.keys():
+        yield (
+            f"model {vllm_config.model_config.model_weights}: vLLM fetches no mean of keys and no basis of V "
+            "from object storage; download the checkpoint, and name its folder"
+        )
     if cache.kv_cache_dtype_skip_layers:
         yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"
     if cache.kv_sharing_fast_prefill:

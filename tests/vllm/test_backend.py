@@ -106,18 +106,19 @@ def make_layer(kernels, is_fp8=False):
     return layer, pools[0]
 
 
-def make_config(layers=(), is_fp8=False, num_ranks=1):
+def make_config(layers=(), is_fp8=False, num_ranks=1, load_format="auto"):
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=num_ranks),
         cache_config=SimpleNamespace(cache_dtype="fp8" if is_fp8 else "auto"),
+        load_config=SimpleNamespace(load_format=load_format),
     )
 
 
-def make_builder(block_size=64, layers=(), is_fp8=False):
-    spec, config = SimpleNamespace(block_size=block_size), make_config(layers, is_fp8)
+def make_builder(block_size=64, layers=(), is_fp8=False, **given):
+    spec, config = SimpleNamespace(block_size=block_size), make_config(layers, is_fp8, **given)
     return LeanKMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
@@ -268,12 +269,21 @@ def test_prompts_lengths_are_not_waited_for_where_the_host_is_told_them(monkeypa
 
 
 def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda states, *size: made.append(size))
+    made, asked, both = [], [], torch.ones(2, 500, 3, HEAD_DIM)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda states, *size: made.append(size) or both)
+    monkeypatch.setattr(backend, "attend_densely", lambda *given: asked.append(given))
     layer, output = SimpleNamespace(most_keys=500), torch.ones(7, 6, HEAD_DIM)
     impl = LeanKImpl(6, HEAD_DIM, 0.2, 3)
-    assert not impl.forward(layer, output, output[:, :3], output[:, :3], None, None, output).any()
-    assert made == [(2, 500, 3, HEAD_DIM)]
+    given = layer, output, output[:, :3], output[:, :3], None, None, output
+    assert not impl.forward(*given).any()
+    assert made == [(2, 500, 3, HEAD_DIM)] and not asked
+    # On a GPU that of torch's attention, too, where it reads prompts.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    impl.forward(*given)
+    assert [states.shape[:2] for states in asked[0][:3]] == [(1, 6), (500, 3), (500, 3)]
+    impl.flash_attention = len
+    impl.forward(*given)
+    assert len(made) == 3 and len(asked) == 1
 
 
 def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
@@ -296,19 +306,19 @@ def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
     package = "vllm.v1.attention.backends"
     monkeypatch.setitem(sys.modules, f"{package}.fa_utils", own)
     monkeypatch.setitem(sys.modules, f"{package}.flash_attn", SimpleNamespace(FlashAttentionBackend=stock))
-    assert find(head_size=64) is None
-    assert find(dtype=torch.float32) is None
     assert find().keywords == find(has_sinks=True).keywords == {"fa_version": 3} and not caplog.records
+    assert find(head_size=64) is None and "no heads of 64 channels" in caplog.text
+    assert find(dtype=torch.float32) is None and "it takes no torch.float32" in caplog.text
     stock.supports_sink = lambda: False
-    assert find(has_sinks=True) is None
+    assert find(has_sinks=True) is None and "on this GPU it takes no attention sinks" in caplog.text
     own.flash_attn_varlen_func = lambda out, **given: None  # leaves what was there
     assert find() is None and "it disagrees with torch's by" in caplog.text
     own.flash_attn_varlen_func = lambda query: query
     assert find() is None and "TypeError" in caplog.text
     own.get_flash_attn_version = lambda head_size: None  # none for this device
-    assert find() is None
+    assert find() is None and "it has no version for this GPU" in caplog.text
     monkeypatch.setitem(sys.modules, f"{package}.fa_utils", None)  # its extensions are not there
-    assert find() is None
+    assert find() is None and "ModuleNotFoundError" in caplog.text
     prompt_attention.find_flash_attention.cache_clear()
 
 
@@ -331,8 +341,16 @@ def test_kernels_are_compiled_for_the_pages_that_vllm_will_make():
     # Models are loaded while `block_size` is vLLM's own default, unless one was asked for.
     assert coming_block_size(SimpleNamespace(block_size=16, user_specified_block_size=False)) == 64
     assert coming_block_size(SimpleNamespace(block_size=32, user_specified_block_size=True)) == 32
-    loading_64 = SimpleNamespace(kernels=SimpleNamespace(key=SimpleNamespace(load_tokens=64)))
-    layers = [SimpleNamespace(kernels=None), SimpleNamespace(), loading_64]
+    key, has_all = SimpleNamespace(load_tokens=64), {"lacks_constants": False}
+    loading_64 = SimpleNamespace(kernels=SimpleNamespace(key=key), **has_all)
+    layers = [SimpleNamespace(kernels=None, **has_all), SimpleNamespace(), loading_64]
     make_builder(128, layers)
     with pytest.raises(ValueError, match="load 64 tokens cannot read pages of 96; name the size"):
         make_builder(96, layers)
+
+
+def test_a_way_to_load_that_brings_no_constants_is_refused_unless_weights_are_made_up():
+    layers = [SimpleNamespace(kernels=None, lacks_constants=True)]
+    make_builder(layers=layers, load_format="dummy")
+    with pytest.raises(ValueError, match=r"^--load-format tensorizer: it brought no mean of keys"):
+        make_builder(layers=layers, load_format="tensorizer")

@@ -1,6 +1,7 @@
 """Weights, quantized or not, means of keys and scales go to the ranks that have their heads."""
 
 import hashlib
+import json
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -188,6 +189,7 @@ def quantized_model(heads):
         _quantized=True, _has_gate=False, _layers_differ=False, _num_heads=8, _attentions=[attention],
         _pages=SimpleNamespace(heads=heads, widths=((),)), _config=SimpleNamespace(leank={}),
         _source=("out", {}), _settings=SimpleNamespace(**has, head_dim=16, layers=(0,)),
+        _vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="out")),
     )  # fmt: skip
     return model
 
@@ -203,6 +205,18 @@ def test_one_rank_loads_whatever_layout_as_it_is():
     model = quantized_model(((range(4),),))
     assert model.load_weights(weights.items()) == weights.keys()
     assert all(model.loaded[name] is tensor for name, tensor in weights.items())
+
+
+def test_weights_that_take_the_place_of_others_are_of_the_same_mask(tmp_path):
+    model, weights = quantized_model(((range(4),),)), {f"{ATTENTION}.q_proj.qweight": torch.ones(64, 32)}
+    model.load_weights(weights.items())
+    assert model._attentions[0].lacks_constants is False
+    model._vllm_config.model_config.model = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"leank": model._config.leank}))
+    assert model.load_weights(weights.items()) == weights.keys()
+    (tmp_path / "config.json").write_text(json.dumps({"leank": {"files": {MASK_FILE: "another"}}}))
+    with pytest.raises(ValueError, match=f"^`{tmp_path}` has another mask, or other constants, than"):
+        model.load_weights(weights.items())
 
 
 @pytest.mark.parametrize(
@@ -305,7 +319,7 @@ def test_a_layer_waits_for_the_compilation_that_was_begun(monkeypatch):
     assert events == ["waited", 5]
 
 
-def settled_by(name):
+def settled_by(name, checked=()):
     """What vLLM settles of a quantized model and of an engine by the name of a class."""
     hf_config = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
     sizes = dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
@@ -317,16 +331,20 @@ def settled_by(name):
     found = MODELS_CONFIG_MAP[name]
     found.verify_and_update_model_config(SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config))
     found.verify_and_update_config(config)
+    assert [*checked] == ([config] if name.startswith("LeanK") else [])
     return hf_config, config.compilation_config, config.structured_outputs_config.reasoning_parser
 
 
-def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families():
+def test_vllm_settles_as_much_by_our_names_as_by_those_of_the_families(monkeypatch):
+    """And options are checked there, before any process is started."""
     register()
+    checked = []
+    monkeypatch.setattr("leank_convert.vllm.refusals.check_options", checked.append)
     names = {family.causal_lm_class for family in ARCHITECTURES.values()}
     named = {name for name in names if name in MODELS_CONFIG_MAP}
     assert all(issubclass(MODELS_CONFIG_MAP[f"LeanK{name}"], VerifyAndUpdateConfig) for name in names)
     assert named == {"GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
-    *ours, parser = settled_by("LeanKGptOssForCausalLM")
+    *ours, parser = settled_by("LeanKGptOssForCausalLM", checked)
     *stock, of_harmony = settled_by("GptOssForCausalLM")
     assert ours == stock and stock[1].max_cudagraph_capture_size > 512
     assert (parser, of_harmony) == ("", "openai_gptoss")  # which raises in chats of another `model_type`

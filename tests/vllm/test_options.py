@@ -16,6 +16,7 @@ NO_HYBRID = "scheduler_config__disable_hybrid_kv_cache_manager"
 STAGES = "parallel_config__pipeline_parallel_size"
 OWN_SIZE, PARSER = "cache_config__user_specified_block_size", "structured_outputs_config__reasoning_parser"
 KINDS, FORMAT = "attention_config__backend_per_kind", "load_config__load_format"
+STORAGE = "model_config__model_weights"
 DRAFTS, TRANSFER, WEIGHTS = "speculative_config", "kv_transfer_config", "weight_transfer_config"
 SOME = {"layers": [1]}  # one layer is not pruned
 NGRAM = SimpleNamespace(method="ngram", num_speculative_tokens=31)
@@ -38,7 +39,10 @@ def options(**changes):
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
+            dtype=torch.bfloat16,
+            attention_chunk_size=None,
+            model_weights="",
+            hf_config=SimpleNamespace(leank={}),
         ),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -76,6 +80,7 @@ def transfer(kv_connector="NixlConnector", kv_role="kv_consumer", **extra):
         ({LEANK: {"kv_dtype": "int4"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16, "),
         ({LEANK: {"kv_dtype": "fp8"}, DTYPE: torch.float16}, "add --kv-cache-dtype float16"),
         ({FORMAT: "sharded_state", LEANK: {"key_mean": True}}, "sharded_state: such files lack the mean of"),
+        ({STORAGE: "s3://a/b", LEANK: {"key_mean": True}}, "model s3://a/b: vLLM fetches no mean of keys"),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({WEIGHTS: SimpleNamespace(backend="nccl")}, "--weight-transfer-config"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
@@ -122,6 +127,7 @@ def test_what_is_supported_passes():
     check_options(options(speculative_config=drafts()))
     check_options(options(kv_transfer_config=transfer()))
     check_options(options(load_config__load_format="sharded_state"))
+    check_options(options(**{STORAGE: "s3://a/b"}))
     check_options(options(attention_config__backend_per_kind={"sliding_window": FLASH}))
     unscaled = {LEANK: {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
