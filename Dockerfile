@@ -1,6 +1,6 @@
 # Serves a converted checkpoint by vLLM on NVIDIA GPUs. Build the wheel first:
 #
-#   python -m build --wheel
+#   pip wheel --no-deps -w dist .
 #   docker build -t leank .
 #   docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/out:/out" leank /out
 FROM vllm/vllm-openai:v0.33.0

@@ -151,8 +151,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         LeanKError: If there is none, it is not a JSON object, or a larger model's, which is quantized.
     """
     path = folder / CONFIG_NAME
-    if not folder.exists():
-        raise LeanKError(f"`{folder}` does not exist")
+    if not folder.is_dir():
+        what = "is a file, not the folder of a model" if folder.exists() else "does not exist"
+        raise LeanKError(f"`{folder}` {what}")
     if not path.is_file():
         hint = (
             ratios_hint(folder)

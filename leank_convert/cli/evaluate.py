@@ -46,8 +46,8 @@ from leank_convert.cli.options import (
     "lengths",
     type=click.IntRange(1, MAX_TOKENS),
     multiple=True,
-    help="With --task: tokens of a prompt and its answer. Repeatable. LongBench's prompts lose their middle "
-    "where they are longer; default there: the model's positions.",
+    help="Tokens of a prompt and its answer, which tasks of RULER need. Repeatable. LongBench's prompts lose "
+    "their middle where they are longer; default there: the model's positions.",
 )
 @click.option(
     "--data",

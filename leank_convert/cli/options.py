@@ -53,7 +53,7 @@ checkpoint_argument = click.argument("checkpoint", type=UserPath())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
 evaluated_mask_option = click.option(
     "--mask",
-    metavar="FILE|ID|NAME",
+    metavar="MASK",
     help="CHECKPOINT is a model, which is pruned by this mask in memory; nothing is exported.",
 )
 recipe_option = click.option(
@@ -132,8 +132,9 @@ mask_options = _together(
     click.option(
         "--mask",
         "mask_path",
-        metavar="FILE|ID|NAME",
-        help="Mask: .safetensors, .npy, .pth, a hub id, or a packaged one's name (`leank-convert masks`).",
+        metavar="MASK",
+        help="Mask: .safetensors, .npy, .pth, a checkpoint, a hub id, or a packaged one's name "
+        "(`leank-convert masks`).",
     ),
     click.option(
         "--pruning-ratio",

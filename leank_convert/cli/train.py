@@ -45,14 +45,14 @@ from leank_convert.cli.options import (
 )
 @click.option(
     "--mask",
-    metavar="FILE|ID|NAME",
+    metavar="MASK",
     help="Learn V's directions beside this mask of K, by --value-pruning-ratio; K's channels stay its.",
 )
 @value_ratio_option
 @window_options
 @kv_dtype_option
 @click.option("--seed", type=SEED, help="Seed of the samples, and of a random mask.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out; without one, start it.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
 @click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
 @click.option(

@@ -162,7 +162,7 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
         raise LeanKError(
             f"nothing of any prompt would be pruned: the longest has {max(sizes)[0]} tokens, `{checkpoint}` "
             f"keeps the first {windows.sink_size} and the last {windows.recent_size} whole",
-            hint="take longer prompts, or export with a smaller `--recent-size`",
+            hint="take longer prompts, or export with a smaller `--recent-size` or `--sink-size`",
         )
     if num_whole:
         _logger.warning(

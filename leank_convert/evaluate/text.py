@@ -349,7 +349,7 @@ def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tok
             f"`{variant.name}` would prune nothing of {num_tokens} tokens of the text, of which "
             f"{windows.sink_size} at the start and {windows.recent_size} at the end stay whole",
             hint="take a larger `--prefix-tokens`, more tokens (`--num-tokens`, a longer text), or a "
-            "checkpoint of a smaller `--recent-size`",
+            "checkpoint of a smaller `--recent-size` or `--sink-size`",
         )
     return num_whole
 

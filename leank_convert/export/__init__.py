@@ -161,6 +161,11 @@ def write_export(
     checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
     known, windows, out = export.provenance, choice.windows, export.request.out
     mask = replace(choice.mask, provenance=known)
+    if (whole := windows.sink_size + windows.recent_size) >= facts.max_position_embeddings:
+        message = (
+            "the first and last %d tokens stay whole, and the model is made for %d: nothing is ever pruned"
+        )
+        logging.getLogger("leank_convert").warning(message, whole, facts.max_position_embeddings)
     made_for = converted_for(beside := out / ADAPTER_FOLDER)  # read before anything is written
     plan = plan_export(checkpoint, mask, facts, kv_scales)
     overrides, folds = choice.config_overrides, plan.folds_values

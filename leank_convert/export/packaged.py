@@ -48,7 +48,8 @@ def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
     if known.source is not None:
         text += f" ({known.source})"
     if hub_name(model) == known.model:
-        return f"{text}; evaluated: {known.evaluated}"
+        windows = f"{known.sink_size} tokens at the start and {known.recent_size} recent ones whole"
+        return f"{text}; evaluated with {windows}: {known.evaluated}"
     if identify_model(model) == known.model:
         return f"{text}; `{CONFIG_NAME}` calls this model so; changed weights need a mask of their own"
     return f"{text}; not evaluated on `{model}`"

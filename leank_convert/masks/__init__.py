@@ -47,7 +47,7 @@ def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
         close = difflib.get_close_matches(name.lower(), sorted(names), n=3)
         listed = ", ".join(f"`{each}`" for each in close or (path.stem for path in list_masks()))
         raise LeanKError(
-            f"mask `{shorten(name)}` is neither a file, nor a hub id, nor a packaged mask",
+            f"mask `{shorten(name)}` is neither a file or folder, nor a hub id, nor a packaged mask",
             hint=f"did you mean {listed}?" if close else f"packaged masks: {listed}",
         )
     return _pick(files, pruning_ratio, f"`{shorten(name)}`")

@@ -75,7 +75,7 @@ class TrainingDirectory:
         return self.out / MASK_FILE_NAME
 
     def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
-        """Refuse, by a LeanKError, to begin where a run is, and to go on without a saved state."""
+        """Refuse, by a LeanKError, to begin where a run is, and to go on with what trains nothing."""
         if resume and not recipe.trains:
             raise LeanKError(
                 f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",

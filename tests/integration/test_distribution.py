@@ -84,6 +84,7 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
     exported = run_python("-m", "leank_convert", "export", "testbed", "-o", "out", **place)
     assert exported.returncode == 0, exported.stderr
     taken = "note: mask `testbed-70` of the package, made by leank-convert (leank) for testbed; "
+    taken += "evaluated with 16 tokens at the start and 64 recent ones whole: dense 100.0%"
     assert exported.stderr.startswith(taken)
     assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES) - set(PARTS)
     refused = run_python("-m", "leank_convert", "evaluate", "out", "--also", "kivi", **place)

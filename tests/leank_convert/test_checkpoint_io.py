@@ -44,6 +44,7 @@ def test_folders_without_config_or_weights_are_refused(source_model):
     refused(folder, "has no `config.json`")
     (folder / "leank_onnx.json").touch()
     refused(folder, "has no `config.json`", "it is an ONNX folder")
+    refused(folder / "leank_onnx.json", "is a file, not the folder of a model")
 
 
 def test_shards_that_contradict_the_index_are_refused(source_model):

@@ -119,6 +119,14 @@ def test_what_is_no_file_larger_than_any_mask_or_of_a_newer_format_is_refused(tm
         refused(load_mask, tmp_path / name, "has 268435456 bytes; no mask has more than 150994944")
 
 
+@pytest.mark.parametrize("name", ["m.pth", "m.npy"])
+def test_a_file_that_may_not_be_read_is_not_called_malformed(tmp_path, monkeypatch, name):
+    path, denied = write(tmp_path / name, ONES), Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(torch, "load", denied)
+    monkeypatch.setattr(np, "load", denied)
+    refused(load_mask, path, f"cannot read mask `{path}`: Permission denied")
+
+
 def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(tmp_path, monkeypatch):
     download = Mock(return_value=str(tmp_path / "cached"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)

@@ -77,7 +77,7 @@ def test_a_checkpoints_tokenizer_needs_none_of_its_code(shipped_checkpoint, copy
 
 @pytest.mark.filterwarnings("default")
 def test_no_code_is_carried_into_a_checkpoint(source_model, tmp_path, caplog):
-    source, marker = source_model(), tmp_path / "ran"
+    source, marker = source_model(max_position_embeddings=2048), tmp_path / "ran"
     plant(source, marker, chat_template="{{ messages }}")
     code = {"tokenizer_own.py", "tokenizer.pkl", "vocab.so", "chat_template.py", "LICENSE.py"}
     data = {"tokenizer.model", "tokenizer.model.v3", "vocab.json", "x.tiktoken", "LICENSE-2.0", "NOTICE.md"}

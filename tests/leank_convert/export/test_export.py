@@ -155,8 +155,17 @@ def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_mo
     assert load_mask(out / "channel_mask.safetensors").provenance == replace(known, recipe=recipe)
 
 
-def test_companions_travel_and_nothing_else(source_model, tmp_path, caplog):
+@pytest.mark.parametrize("beyond", [False, True])
+def test_windows_that_leave_nothing_to_prune_are_told_of(source_model, tmp_path, caplog, beyond):
     source = source_model()
+    positions = read_json(source / "config.json")["max_position_embeddings"]
+    sizes = {"sink_size": positions - 9 + beyond, "recent_size": 8}
+    export_checkpoint(source, fitting_mask(source), tmp_path / "out", **sizes)
+    assert ("nothing is ever pruned" in caplog.text) == beyond
+
+
+def test_companions_travel_and_nothing_else(source_model, tmp_path, caplog):
+    source = source_model(max_position_embeddings=2048)
     copied = {
         "tokenizer.model": b"\0\1",
         "special_tokens_map.json": b"{}",
