@@ -193,6 +193,12 @@ class Conversation:
             self._restate(counts, start, prefill_length)
         return self
 
+    def turns(self, *passes: int | Sequence[int]) -> Conversation:
+        """Feed one pass after the other, each as `feed` takes it."""
+        for counts in passes:
+            self.feed(*([counts] if isinstance(counts, int) else counts))
+        return self
+
     def _restate(self, counts: Sequence[int], start: int, prefill_length: int | None) -> None:
         """Do to every row's lists what a pass does."""
         if not self.is_split:

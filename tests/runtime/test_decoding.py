@@ -46,42 +46,29 @@ def build(coded_pair):
 
 
 def tokens_one_by_one(start):
-    talk = start(8, prune="eager").feed(31, 1, 2, 3, 9, 10, 13, 14)
-    for _ in range(25):
-        talk.feed(1)
-    return talk
+    return start(8, prune="eager").feed(31, 1, 2, 3, 9, 10, 13, 14).turns(*[1] * 25)
 
 
 def turns_with_padding_between(start):
     """One row gets a token where others get several, one gets none, and two start late."""
-    talk = start(6)
-    for counts in (
+    return start(6).turns(
         (90, 11, 1, 23, 0, 0),
         (9, 1, 6, 0, 1, 0),
         (1, 1, 1, 1, 1, 0),
         (1, 1, 1, 0, 1, 22),
         (40, 1, 3, 2, 5, 3),
         (1, 1, 1, 1, 1, 1),
-    ):
-        talk.feed(*counts)
-    return talk
+    )
 
 
 def drafts_of_any_length(start):
-    talk = start(3)
-    for counts in ((20, 14, 3), (5, 1, 0), (7, 7, 7), (2, 0, 32), (1, 1, 0), (40, 3, 2), (6, 6, 1)):
-        talk.feed(*counts)
-    for count in (4, 3, 1, 4, 1, 1):
-        talk.feed(count)
-    return talk
+    uneven = (20, 14, 3), (5, 1, 0), (7, 7, 7), (2, 0, 32), (1, 1, 0), (40, 3, 2), (6, 6, 1)
+    return start(3).turns(*uneven, 4, 3, 1, 4, 1, 1)
 
 
 def chunks_of_a_prompt(start):
     """With padding that fills the first chunk, and a prompt that begins too short to be pruned."""
-    talk = start(3, prune="deferred").feed(1, 1, 0).feed(50, 10, 20)
-    for count in (1, 1, 3, 1, 9, 1):
-        talk.feed(count)
-    return talk
+    return start(3, prune="deferred").turns((1, 1, 0), (50, 10, 20), 1, 1, 3, 1, 9, 1)
 
 
 def tokens_that_are_taken_back(start):
@@ -89,8 +76,7 @@ def tokens_that_are_taken_back(start):
     for counts, dropped in (((4, 4), 3), ((3, 1), 1), ((1, 1), 1), ((4, 2), 4), ((1, 1), 0)):
         talk.feed(*counts)
         talk.crop(min(dropped, *(len(row.recent) for row in talk.rows)))
-    talk.feed(9)
-    return talk
+    return talk.feed(9)
 
 
 def rows_that_move(start):
@@ -105,16 +91,12 @@ def rows_that_move(start):
     talk.move("batch_select_indices", torch.tensor([7, 0, 2, 1]), [7, 0, 2, 1])
     talk.move("batch_select_indices", torch.tensor([True, True, False, True]), [0, 1, 3])
     talk.cache.reserve(400)
-    for _ in range(7):
-        talk.feed(1)
-    return talk
+    return talk.turns(*[1] * 7)
 
 
 def caches_that_are_joined(start):
     """Of a prompt each, which decode already; they know their padding, and are told of it later."""
-    talks = [start(1, seed=1000 * count).feed(count) for count in (70, 33, 34)]
-    for talk in talks:
-        talk.feed(1)
+    talks = [start(1, seed=1000 * count).feed(count).feed(1) for count in (70, 33, 34)]
     talk = talks[0].join(talks[1]).join(talks[2], num_reserved=90)
     talk.tells_padding = False
     talk.feed(1).feed(4)
@@ -138,12 +120,9 @@ def prompts_that_wait_to_be_pruned(start):
         forked.feed(1)
     talk.tells_padding = False
     for each in (forks[0].join(forks[1]), talk):
-        for count in (1, 3, 1):
-            each.feed(count)
+        each.turns(1, 3, 1)
         each.reorder(1, 1, *range(2, len(each.rows)))
-        for _ in range(9):
-            each.feed(1)
-        each.check()
+        each.turns(*[1] * 9).check()
     return talk
 
 
@@ -209,10 +188,7 @@ def test_channels_kept_of_any_number_follow_the_rule(widths, build):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_follows_the_rule(architecture, build):
     options = OPTIONS.get(architecture.model_type, {})
-    talk = Conversation(build("auto", architecture.stem, 3, **options)).feed(29)
-    for count in (*[1] * 12, 9):
-        talk.feed(count)
-    talk.check()
+    Conversation(build("auto", architecture.stem, 3, **options)).turns(29, *[1] * 12, 9).check()
 
 
 # Whose attention differs in what a codec meets: biases, sinks, and layers beside pruned ones.
@@ -220,10 +196,8 @@ def test_every_family_follows_the_rule(architecture, build):
 @pytest.mark.parametrize("codec", ["auto centred", "fp8", "fp8 centred", "int4"])
 def test_families_decode_from_every_cache(codec, architecture, build):
     pair = build(codec, architecture.stem, **OPTIONS.get(architecture.model_type, {}))
-    talk = Conversation(pair, 2, kv_dtype=codec.split()[0])
-    for counts in ((40, 27), (1, 1), (1, 1), (5, 5), (1, 1)):  # sliding windows count padding between turns
-        talk.feed(*counts)
-    talk.check()
+    # Sliding windows count padding between turns.
+    Conversation(pair, 2, kv_dtype=codec.split()[0]).turns((40, 27), 1, 1, 5, 1).check()
 
 
 @pytest.mark.parametrize("chunks", [[9, 9, 9], [26, 1], [1, 26], [13, 14]], ids=str)
@@ -232,24 +206,18 @@ def test_deferred_chunks_equal_one_prefill_where_its_length_is_known(chunks, bui
     talk.cache.prefill_length = 27
     for first, last in zip([0, *accumulate(chunks)], accumulate(chunks), strict=False):
         talk.feed(last - first, max(last - max(first, skipped), 0))
-    for _ in range(20):
-        talk.feed(1)
-    talk.check()
+    talk.turns(*[1] * 20).check()
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(prune, build):
     talk = Conversation(build(), prune=prune)
     talk.cache.prefill_length = 21
-    for count in (26, 1, 1, 12):
-        talk.feed(count)
-    talk.check()
+    talk.turns(26, 1, 1, 12).check()
 
 
 def test_the_restatement_notices_pruned_channels(build):
-    talk = Conversation(build()).feed(31)
-    for _ in range(30):
-        talk.feed(1)
+    talk = Conversation(build()).turns(31, *[1] * 30)
     (pruned,), (dense,) = talk.expected(), talk.expected(torch.ones_like(talk.pair.masks))
     assert torch.equal(pruned[:31], dense[:31])
     assert (pruned[31:] - dense[31:]).abs().max() > 0.1 * dense.abs().max()
