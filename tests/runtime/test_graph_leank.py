@@ -104,8 +104,7 @@ def changed(graphs, model):
     """Change something between steps: they stay right; returns the cache that had graphs."""
 
     def check(change, replays_after, other=model) -> Any:
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        assert_close(model, *(feed_turns(model, each, [15, 1, 1, 1]) for each in (cache, plain)))
+        cache, plain = feed_both(model, [15, 1, 1, 1])
         assert cache.graph.num_replays == 2
         for each in (cache, plain):
             change(each)
@@ -177,9 +176,7 @@ class TestFailure:
         assert not graphs
 
     def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model):
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        for each in (cache, plain):
-            feed_turns(model, each, [15, 1, 1, 3], positions=False)
+        cache, plain = feed_both(model, [15, 1, 1, 3], positions=False)
         graphs.append(RuntimeError("operation not permitted"))
         for count in (3, 1, 4, 1, 2, 2):
             tokens = ids(2, count, count)
@@ -206,9 +203,7 @@ class TestFailure:
         assert cache.graph.why_eager is None and not graphs
 
     def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model):
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        for each in (cache, plain):
-            feed_turns(model, each, [15, 1])
+        cache, plain = feed_both(model, [15, 1])
         graphs.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             step(model, cache)
@@ -217,9 +212,7 @@ class TestFailure:
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
     def test_the_host_counts_a_replay_that_was_launched(self, error, graphs, model, monkeypatch):
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        for each in (cache, plain):
-            feed_turns(model, each, [15, 1, 1])
+        cache, plain = feed_both(model, [15, 1, 1])
         graph, is_launched = cache.graph.captured_step, error is KeyboardInterrupt
         replay = graph.replay
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
+from tests.runtime import tiny_inputs
 from tests.runtime.on_gpu import MASK_WIDTHS, ids, no_waiting, padded
 from tests.runtime.tiny_inputs import assert_close, feed_both, feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
@@ -20,13 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("tilelang") is None, reason="only steps that kernels serve are captured"),
 ]
 
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "max_new_tokens": 40,
-    "min_new_tokens": 40,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+GREEDY = {**tiny_inputs.GREEDY, "max_new_tokens": 40, "min_new_tokens": 40, "eos_token_id": None}
 
 
 @pytest.fixture
