@@ -1,7 +1,6 @@
 """`export-onnx` writes a whole, described and checked folder, or nothing."""
 
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, export
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.pruned_model import load_pruned
-from tests.checks import done, edit_json, failed, refusal, rejected
+from tests.checks import done, edit_json, failed, refusal, rejected, snapshot
 from tests.leank_convert.onnx.conftest import CASES, build
 
 
@@ -52,8 +51,8 @@ def test_folder_holds_graph_weights_description_runner_and_tokenizer_and_digests
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= travelling
     assert {path.name for path in retriever_onnx.iterdir()} == own | travelling
     names = (own | travelling) - {"README.md", "leank_onnx.json"}  # a user may edit the one
-    digests = {name: hashlib.sha256((retriever_onnx / name).read_bytes()).hexdigest() for name in names}
-    assert description["files"] == digests
+    digests = snapshot(retriever_onnx)
+    assert description["files"] == {name: digests[name] for name in names}
 
 
 def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_cache(

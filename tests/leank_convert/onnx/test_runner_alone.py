@@ -1,7 +1,6 @@
 """The shipped runner on its own: what it imports, text and chat templates, and what it says to mistakes."""
 
 import ast
-import hashlib
 import json
 import shutil
 import sys
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
-from tests.checks import run_python
+from tests.checks import run_python, snapshot
 from tests.leank_convert.onnx.conftest import change_description
 
 HOST = sorted(Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"))
@@ -121,7 +120,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(name, content, message, copi
 
 
 def test_every_file_has_a_digest_that_finds_it_changed_or_missing(copied):
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copied.iterdir()}
+    digests = snapshot(copied)
     change_description(copied, files={key: digests[key] for key in digests.keys() - {"leank_onnx.json"}})
     check = LeanKOnnx(copied).description.check_file
     for name in ("model.onnx.data", "leank_onnx_cache.py", "tokenizer.json"):
