@@ -32,6 +32,7 @@ DRAFT_ROWS = [
     (32, 0), (65, 0), (128, 0), (191, 0), (1184, 0), (1300, 116), (1300, 100, 116), (2300, 1024, 1150),
     (9000, 7800, 7816), (300, 0, 170),
 ]  # fmt: skip
+HEAD_SIZES, IN_FP8 = (64, 96, 128, 192, 256), {"cache_dtype": FP8}
 MASKS = [
     path
     for folder in (os.environ.get("LEANK_MASKS", ""), Path(__file__).parents[3] / "shared/masks")
@@ -133,17 +134,29 @@ def test_every_layer_of_a_real_mask(path, cache_dtype):
         check(mask, groups, seed=layer, cache_dtype=cache_dtype, scales_per_row=layer % 2 == 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_head_sizes_and_dtypes(head_dim, dtype):
-    check(random_mask(4, head_dim, 1), 4, dtype)
-    if dtype == torch.bfloat16:
-        check(random_mask(4, head_dim, 2, multiple=32), 4, dtype)
+# Heads, their size, a seed, what widths are multiples of, query heads to each, and what else is not as usual.
+SHAPES = [
+    *((4, size, 1, 1, 4, {}) for size in HEAD_SIZES), *((4, size, 2, 32, 4, {}) for size in HEAD_SIZES),
+    *((4, size, 1, 1, 4, {"dtype": torch.float16}) for size in HEAD_SIZES),
+    *((3, 128, 3, 32, groups, {}) for groups in (1, 2, 3, 7, 8, 9, 16)),
+    *(
+        (4, size, 7, 32, groups, {"num_columns": count})
+        for count in (2, 4, 8, 16, 32)
+        for groups, size in ((1, 64), (4, 128), (7, 128), (4, 256), (16, 96))
+    ),
+    *((4, 128, 11, 32, 4, {"num_columns": count, **IN_FP8}) for count in (1, 4, 8, 16, 32)),
+    (6, 64, 11, 16, 7, IN_FP8), (6, 96, 11, 16, 4, IN_FP8), (6, 192, 11, 32, 4, IN_FP8),
+    (6, 256, 11, 32, 2, IN_FP8), (6, 128, 11, 16, 16, IN_FP8),
+    *((4, 128, 11, 32, 4, {"page_sizes": (3 * tokens, tokens), **IN_FP8}) for tokens in (16, 32)),
+    (4, 128, 11, 32, 4, {"dtype": torch.float16, **IN_FP8}),
+    (6, 128, 11, 32, 4, {"generic": True, **IN_FP8}),
+    (6, 64, 11, 32, 4, {"generic": True, "dtype": torch.float16, "num_columns": 8, **IN_FP8}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 7, 8, 9, 16])
-def test_query_heads_per_kv_head(groups):
-    check(random_mask(3, 128, 3, multiple=32), groups)
+@pytest.mark.parametrize(("heads", "head_dim", "seed", "multiple", "groups", "options"), SHAPES, ids=str)
+def test_every_shape_is_attended(heads, head_dim, seed, multiple, groups, options):
+    check(random_mask(heads, head_dim, seed, multiple), groups, **options)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 127, 128])
@@ -157,12 +170,6 @@ def test_batches_of_rows_of_very_different_lengths(batch_size):
     lengths = torch.randint(1, 3000, (batch_size,), generator=generator).tolist()
     rows = [(n, max(n - SINK - RECENT, 0)) for n in lengths]
     check(random_mask(8, 128, batch_size, multiple=32), rows=rows)
-
-
-@pytest.mark.parametrize("num_columns", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("groups", "head_dim"), [(1, 64), (4, 128), (7, 128), (4, 256), (16, 96)])
-def test_several_new_tokens(groups, head_dim, num_columns):
-    check(random_mask(4, head_dim, 7, multiple=32), groups, num_columns=num_columns)
 
 
 @pytest.mark.parametrize("num_columns", [3, 16])
@@ -230,22 +237,6 @@ def test_pages_of_an_engine(generic, page_sizes, num_columns):
         random_mask(4, 128, 6, multiple=32), rows=DRAFT_ROWS, generic=generic, num_columns=num_columns,
         page_sizes=page_sizes, run=run_side_by_side,
     )  # fmt: skip
-
-
-# Heads, their size, query heads to each, what their widths are multiples of, and what else is not as usual.
-IN_FP8 = [
-    *((4, 128, 4, 32, {"num_columns": count}) for count in (1, 4, 8, 16, 32)),
-    (6, 64, 7, 16, {}), (6, 96, 4, 16, {}), (6, 192, 4, 32, {}), (6, 256, 2, 32, {}), (6, 128, 16, 16, {}),
-    *((4, 128, 4, 32, {"page_sizes": (3 * tokens, tokens)}) for tokens in (16, 32)),
-    (4, 128, 4, 32, {"dtype": torch.float16}),
-    (6, 128, 4, 32, {"generic": True}),
-    (6, 64, 4, 32, {"generic": True, "dtype": torch.float16, "num_columns": 8}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("heads", "head_dim", "groups", "multiple", "options"), IN_FP8, ids=str)
-def test_a_cache_of_fp8(heads, head_dim, groups, multiple, options):
-    check(random_mask(heads, head_dim, 11, multiple), groups, cache_dtype=FP8, **options)
 
 
 def test_every_number_is_stored_in_fp8_as_torch_stores_it():
