@@ -134,21 +134,15 @@ def test_standard_input_that_is_no_text_is_told_in_a_line(encoding, copied):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_full_disk_ends_the_command_in_a_line(copied):
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, copied / "leank_onnx.py", copied, "w1 w2"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    told = "error: `standard input or output`: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, told)
-
-
-def test_a_reader_that_has_enough_ends_the_command_without_a_traceback(copied):
-    reading, writing = os.pipe()
+def test_a_full_disk_and_a_reader_that_has_enough_end_the_command_without_a_traceback(copied):
+    (reading, closed), full = os.pipe(), os.open("/dev/full", os.O_WRONLY)
     os.close(reading)
     command = [sys.executable, copied / "leank_onnx.py", copied, "w1 w2", "--max-new-tokens", "8"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
+    told = "error: `standard input or output`: No space left on device\n"
+    for output, ended in ((full, (2, told)), (closed, (141, ""))):
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(output)
+        assert (done.returncode, done.stderr) == ended
 
 
 def test_what_the_terminals_encoding_lacks_is_shown_as_a_question_mark(copied):
