@@ -1,6 +1,7 @@
 """What holds for every test: offline, no files outside temporary folders, uninitialised memory is NaN."""
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import os
@@ -66,6 +67,12 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in POISONED:
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def no_device_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the device that there is, a CPU."""
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 Every shape is compiled, which takes long: the tests on a GPU have other head sizes, groups and pages.
 """
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from tests.runtime.cpu_kernels import CpuKernels, TurnKernels
 from tests.runtime.decode_cases import make_case, run_case, run_turn
 from tests.tiny_families import random_mask
 
+pytestmark = pytest.mark.usefixtures("no_device_to_choose")
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
 # One token, a full sink, tile borders, pruned tokens within a tile, whole tiles of them, at a tile's borders.
@@ -32,11 +32,6 @@ DRAFT_ROWS = [
     (200, 120, 121),
 ]  # fmt: skip
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
-
-
-@pytest.fixture(autouse=True)
-def no_device_to_choose(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 @pytest.fixture(autouse=True)

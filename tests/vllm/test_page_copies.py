@@ -1,6 +1,5 @@
 """Kernels that copy tokens to pages and back, on TileLang's CPU target, against plain torch."""
 
-import contextlib
 import shutil
 
 import pytest
@@ -20,6 +19,7 @@ from leank_convert.vllm.rows import Prompt, PromptRun
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
 from tests.vllm.stores import FILL, make_store
 
+pytestmark = pytest.mark.usefixtures("no_device_to_choose")
 D = 32
 
 
@@ -45,11 +45,6 @@ class CpuPageKernels(PageKernels):
                     part.copy_(copy)
 
         return call
-
-
-@pytest.fixture(autouse=True)
-def no_device_to_choose(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 def slots_of(table, page_size, row, tokens):

@@ -1,7 +1,5 @@
 """The kernels around a sum over ranks, on TileLang's CPU target, against plain torch."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from leank_convert.vllm.rank_kernels import RankKernels, is_exact
 from leank_convert.vllm.sum_kernel import compile_sum_kernels, sum_parts
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
 
+pytestmark = pytest.mark.usefixtures("no_device_to_choose")
 SHAPE = KernelShape(torch.device("cpu"), torch.float32, 32, 2, 16, 3, 8)
 
 
@@ -27,13 +26,6 @@ class CpuRankKernels(RankKernels):
 
 def whole_add_norm(shape, cpu):
     return add_norm(shape, cpu, whole=True)
-
-
-@pytest.fixture(autouse=True)
-def no_device_to_choose(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    empty = torch.empty  # parts that nobody writes may hold anything
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
 
 
 @pytest.mark.parametrize("num_programs", [1, 11, 40])
