@@ -49,6 +49,11 @@ def choose_recipe(
     return found
 
 
+# Keys of a recipe that say how channels of K are chosen.
+_OF_KEYS = {"method", "rounding", "budget", "width_multiple", "max_width", "key_mean"}
+_OF_KEYS |= {"stage1", "stage2", "heads"}  # sections
+
+
 def _take_from_mask(recipe: Recipe, given: Set[str]) -> Recipe:
     """A recipe that learns V beside a mask, by the ratio and the windows that the mask was made with.
 
@@ -64,6 +69,11 @@ def _take_from_mask(recipe: Recipe, given: Set[str]) -> Recipe:
     own = {"pruning_ratio": round(mask.pruning_ratio, 4) if asked is None else asked}
     if known is not None:
         own |= {f"windows.{name}": getattr(known, name) for name in type(recipe.windows).model_fields}
+    if taken := sorted(key for key in given if key.partition(".")[0] in _OF_KEYS):
+        raise LeanKError(
+            f"`{taken[0]}` is given beside mask {cut(recipe.mask)}, whose channels of K stay as they are",
+            hint="leave it out, or learn another mask without `--mask`",
+        )
     if clash := sorted({key for key in own if key in given or key.partition(".")[0] in given}):
         raise LeanKError(
             f"`{clash[0]}` is given beside mask {cut(recipe.mask)}, whose own is {own[clash[0]]}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from leank_convert.tables import listing
 from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import count_bytes, find_trainable, load_model
-from leank_convert.train.ranks import Ranks
+from leank_convert.train.ranks import Ranks, count_ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
@@ -158,7 +157,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         LeanKError: As training would before its first step; if the recipe trains nothing.
     """
     chosen = choose_device(device)
-    ranks = Ranks(chosen, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    ranks = Ranks(chosen, num_ranks=count_ranks())
     check_run(recipe, ranks.num_ranks)
     if not recipe.trains:
         raise LeanKError(

@@ -49,6 +49,14 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
     return rotates_by_length(model) or bool(linear_layers(model))
 
 
+def loss_scale(model: PreTrainedModel) -> float:
+    """What a loss is multiplied by, and its gradient divided by, so that float16 does not round it to 0.
+
+    The loss is a mean over tokens and hidden dims, and float16 ends at 6e-8.
+    """
+    return 4096.0 if model.dtype == torch.float16 else 1.0
+
+
 class Gradients:
     """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
 
@@ -94,7 +102,9 @@ class Gradients:
         if found is None:
             self._known.add(self._kind(self._sizes(sample), student))
             loss = self._run(sample, student)
-            (weight * loss).backward()  # type: ignore[no-untyped-call]
+            scale = loss_scale(self._model)
+            (gradient,) = torch.autograd.grad(weight * scale * loss, student.learned)
+            student.learned.backward(gradient / scale)  # type: ignore[no-untyped-call]
             return loss.detach()
         loss, gradient = found
         student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
@@ -246,8 +256,9 @@ class _Answers:
         @torch.enable_grad()
         def differentiate() -> tuple[Tensor, Tensor]:
             loss = distil_answers(model, context, self._packed, self._student)
-            (gradient,) = torch.autograd.grad(loss, learned)
-            return loss.detach(), gradient
+            scale = loss_scale(model)
+            (gradient,) = torch.autograd.grad(scale * loss, learned)
+            return loss.detach(), gradient / scale
 
         self._graph = capture(differentiate)
 

@@ -7,6 +7,7 @@ some hundred KB a step. The first of them owns the output folder.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 
 _T = TypeVar("_T")
 
@@ -130,15 +131,26 @@ class Ranks:
         raise SystemExit(exit_code)
 
 
+def count_ranks() -> int:
+    """Count the processes of this run; LeanKError if it is no launcher's `WORLD_SIZE` that says so."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    if said == "1" or ("RANK" in os.environ and re.fullmatch("[1-9][0-9]*", said)):
+        return int(said)
+    raise LeanKError(
+        f"`WORLD_SIZE` is {cut(said)} in the environment, and no launcher of several processes set it",
+        hint="unset it, or start the processes by `torchrun` or `accelerate launch`",
+    )
+
+
 @contextmanager
 def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     """Find the other processes of this run, if a launcher started several; leave them when done.
 
     Raises:
         LeanKError: If the device cannot be used, or one of several processes is given one by its index, which
-            is the launcher's to choose.
+            is the launcher's to choose; as `count_ranks`.
     """
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = count_ranks()
     if num_ranks == 1:
         yield Ranks(choose_device(device))
         return

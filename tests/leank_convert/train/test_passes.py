@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from leank_convert.architectures import read_model_facts
 from leank_convert.data import Question, TrainingSample
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.graphs import Gradients
 from leank_convert.train.packing import pack_sample, padded_sizes
 from leank_convert.train.passes import distil, run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import StoredContext
@@ -275,3 +277,17 @@ def test_blocks_on_a_device_are_as_exact_as_one_piece(family, offload):
     for ours, own, right in zip(blocks, whole, exact, strict=True):
         error, own_error = ((hidden.cpu().float() - right).abs().max() for hidden in (ours, own))
         assert error <= 2 * own_error
+
+
+def test_a_gradient_of_weights_in_float16_is_that_of_float32():
+    sample, found = draw_sample(40, SEVERAL), []
+    for dtype in (torch.float32, torch.float16):
+        model = build("llama", dtype)
+        facts = read_model_facts(model.config.to_dict(), origin="model")
+        factors = torch.linspace(0.97, 1, LAYERS * KV_HEADS * HEAD_DIM).view(LAYERS, KV_HEADS, HEAD_DIM)
+        student = Student(Windows(2, 5, 3), factors.requires_grad_())
+        Gradients(model, facts, 64).add(sample, student, 1e-4)
+        found.append(factors.grad)
+    exact, ours = (gradient.flatten() for gradient in found)
+    assert torch.cosine_similarity(ours, exact, dim=0) > 0.999
+    assert float(ours.norm()) == pytest.approx(float(exact.norm()), rel=0.01)

@@ -109,7 +109,12 @@ def test_what_cannot_be_shared_is_refused(short_recipe, monkeypatch):
     ):
         with refusal(message):
             check_run(short_recipe(**changes), 2)
+    for said in ("2", "x"):  # as some images and job scripts set it
+        monkeypatch.setenv("WORLD_SIZE", said)
+        with refusal(f"`WORLD_SIZE` is '{said}' in the environment, and no launcher"), join_ranks("cpu"):
+            pass
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     with refusal("`cuda:1` is one device, and 2 processes"), join_ranks("cuda:1"):
         pass
     with refusal("device `gpu` cannot be used"), join_ranks("gpu"):

@@ -228,6 +228,14 @@ def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short
             "`windows.sink_size` is given beside mask 'testbed-70', whose own is 16",
             "",
         ),
+        *(
+            (
+                [f"{key}={value}"],
+                f"`{key}` is given beside mask 'testbed-70', whose channels of K stay",
+                "leave",
+            )
+            for key, value in (("key_mean", "false"), ("method", "random"), ("stage1.steps", 9))
+        ),
     ],
 )
 def test_what_does_not_go_with_a_mask_is_refused(overrides, message, hint):
