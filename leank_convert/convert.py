@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from leank_convert.device import choose_device, is_first_process
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, LeanKMemoryError
 from leank_convert.evaluate.rounding import answer_rounded
 from leank_convert.export import CacheTrial, check_exportable, export_checkpoint, write_export
 from leank_convert.export.publish import recover
@@ -87,22 +87,29 @@ def convert_model(
             for mask in filter(lambda mask: _has_to_measure(mask, kv_dtype), masks.values()):
                 if (key := _measured_for(mask, kv_dtype)) not in measured:
                     measured[key] = measure_cache(model, recipe, device=device, value_basis=mask.value_basis)
-        written = []
+        written, refused = [], []
         for folder, mask in masks.items():
             found = measured.get(_measured_for(mask, kv_dtype))
             centred = mask if found is None else found.centre(mask)
-            exported = export_checkpoint(
-                model,
-                centred,
-                folder,
-                config_overrides=overrides,
-                base_model=base_model,
-                kv_dtype=kv_dtype,
-                kv_scales=found.scales(centred) if found and kv_dtype == "fp8" else None,
-                try_cache=_trial(model, recipe, kv_dtype, device),
-                overwrite=replaces,
-            )
+            try:
+                exported = export_checkpoint(
+                    model,
+                    centred,
+                    folder,
+                    config_overrides=overrides,
+                    base_model=base_model,
+                    kv_dtype=kv_dtype,
+                    kv_scales=found.scales(centred) if found and kv_dtype == "fp8" else None,
+                    try_cache=_trial(model, recipe, kv_dtype, device),
+                    overwrite=replaces,
+                )
+            except LeanKError as error:  # the other ratios' are written all the same
+                _logger.warning("no checkpoint in `%s`: %s", folder, error.message)
+                refused.append(error)
+                continue
             written.append(exported)
+        if refused:
+            raise refused[0]
         return written
 
 
@@ -200,8 +207,14 @@ def _trial(
     if kv_dtype is None:
         return None
 
-    def try_cache(folder: Path) -> str:
-        found = answer_rounded(folder, recipe, kv_dtype, choose_device(device))
+    def try_cache(folder: Path) -> str | None:
+        try:
+            found = answer_rounded(folder, recipe, kv_dtype, choose_device(device))
+        except LeanKMemoryError as error:
+            if not force:
+                raise
+            _logger.warning("the cache was not tried: %s", error.message)
+            return None
         if not force:
             found.check(model_name(model))
         return found.render()

@@ -79,18 +79,23 @@ def apply_mask(model: Any, mask: MaskSource, **sizes: int | None) -> Callable[[]
     means = None if mask.key_mean is None else [own.float()[None] for own in mask.key_mean]
     bases = None if mask.value_basis is None else list(mask.value_basis)
 
-    attention, joined = model.config._attn_implementation, _joined(model)
+    config, joined = model.config, _joined(model)
+    attention = config._attn_implementation
     model.__class__ = getattr(modeling_leank, f"LeanK{stock.__name__}")
-    model.config.leank, model.graph_memory = block, GraphMemory()
+    config.leank, model.graph_memory = block, GraphMemory()
     model.key_means, model.value_bases = means, bases
-    model.config._attn_implementation = ATTENTION_NAME
+    config._attn_implementation = ATTENTION_NAME
     hook = model.register_state_dict_post_hook(own_storages)
 
     def undo() -> None:
+        # Whatever became of them in between, such as another config in the place of this one.
         hook.remove()
         model.__class__ = stock
-        del model.config.leank, model.key_means, model.value_bases, model.graph_memory
-        model.config._attn_implementation = attention
+        for each in (config, model.config):
+            each.__dict__.pop("leank", None)
+            each._attn_implementation = attention
+        for name in ("key_means", "value_bases", "graph_memory"):
+            model.__dict__.pop(name, None)
         for parameter in _joined(model) - joined:  # which decoding laid side by side
             parameter.data = parameter.data.clone()
 

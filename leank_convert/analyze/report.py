@@ -9,12 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.checkpoint_io import CONFIG_NAME, ratios_hint, read_config, read_leank_config
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    ratios_hint,
+    read_config,
+    read_leank_config,
+    read_leank_facts,
+)
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import bytes_of
+from leank_convert.leank_block import read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
@@ -50,7 +57,10 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
     if folder.is_dir() and (folder / CONFIG_NAME).exists():
         config = read_config(folder)
         dtype = config.get("dtype") or config.get("torch_dtype")
-        kv_dtype = read_leank_config(folder)[1].get("kv_dtype") if "leank" in config else None
+        if "leank" in config:
+            _, leank = read_leank_config(folder)
+            read_block(leank, read_leank_facts(config, folder), origin=str(folder / CONFIG_NAME))
+            kv_dtype = leank.get("kv_dtype")
     return mask, bytes_of(str(dtype)), kv_dtype
 
 

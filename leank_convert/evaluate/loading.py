@@ -25,7 +25,7 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.families import Architecture
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
@@ -111,15 +111,18 @@ def load_evaluated(
     return EvaluatedModel(model, dense, tokenizer, model.config.leank, facts, masks, windows)
 
 
-def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:
-    """Load a causal language model to decode with.
+def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool, spreads: bool = False) -> Any:
+    """Load a causal language model to decode with, on one device or, if it `spreads`, on all GPUs.
 
     Raises:
-        LeanKError: If transformers, or the checkpoint's own code, refuses it, or lacks a library for it.
+        LeanKError: If transformers, or the checkpoint's own code, refuses it, or lacks a library for it; or
+            if memory does not suffice.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if spreads:
+            options["device_map"] = "auto"
         if find_whole(folder) is not None:
             config = read_config(folder)
             options["config"] = CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -133,9 +136,11 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
             f"`{folder}` {what}: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong" if trust_remote_code else None,
         ) from error
-    model = model.to(device).eval()
+    if not spreads:
+        with out_of_memory(f"the weights of `{folder}`", "take another `--device`"):
+            model.to(device)
     unpack_weights(model, rounds_inputs=True)
-    return model
+    return model.eval()
 
 
 def check_length(evaluated: EvaluatedModel, asked: int, what: str) -> None:

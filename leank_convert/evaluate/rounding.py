@@ -58,7 +58,8 @@ def answer_rounded(checkpoint: Path, recipe: Recipe, kv_dtype: str, device: torc
     Raises:
         LeanKError: If it cannot be loaded, or memory does not suffice.
     """
-    model = load_model(checkpoint, device, trust_remote_code=True)
+    spreads = recipe.model.device_map == "auto" and device.type == "cuda"
+    model = load_model(checkpoint, device, trust_remote_code=True, spreads=spreads)
     samples = SampleSource(load_tokenizer(checkpoint), recipe.data, recipe.seed)
     divergences, agreements = [], []
     for place in range(NUM_PROMPTS):
@@ -68,7 +69,8 @@ def answer_rounded(checkpoint: Path, recipe: Recipe, kv_dtype: str, device: torc
             f"a prompt of {len(prompt)} tokens in `{checkpoint}`",
             "take another `--device`, or leave `--kv-dtype` out",
         ):
-            exact, rounded = _log_probabilities(model, prompt.to(device), answer.to(device), kv_dtype)
+            inputs = prompt.to(model.device), answer.to(model.device)
+            exact, rounded = _log_probabilities(model, *inputs, kv_dtype)
         divergences.append((exact.exp() * (exact - rounded)).sum(-1))
         agreements.append(exact.argmax(-1) == rounded.argmax(-1))
     divergence, agreement = torch.cat(divergences), torch.cat(agreements)

@@ -62,7 +62,7 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, s
 __all__ = ["check_exportable", "export_checkpoint", "write_export"]
 
 
-CacheTrial = Callable[[Path], str]
+CacheTrial = Callable[[Path], str | None]
 """Tries a checkpoint's cache, and says what came of it in a sentence without its full stop."""
 
 # Shards that are hashed at a time: a hash takes a gigabyte a second, and needs a core for itself.

@@ -5,7 +5,7 @@ Nothing is loaded into a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from leank_convert.checkpoint_io import (
     DIGESTS_NAME,
     INDEX_NAME,
     Checkpoint,
+    find_companions,
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
@@ -32,6 +33,7 @@ from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY, metadata_facts, read_block
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.mask_tensor import in_checkpoint_order
+from leank_convert.trust import check_config
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
 
@@ -61,6 +63,7 @@ def verify_weights(path: str | Path, source: str | Path | None) -> Report:
 def _check_config(
     config: Mapping[str, Any], leank: Mapping[str, Any], folder: Path
 ) -> tuple[LeanKSettings, str]:
+    check_config(folder)
     facts = read_leank_facts(config, folder)
     if config.get("auto_map") != auto_map(facts.architecture):
         raise LeanKError(f"`auto_map` is {cut(config.get('auto_map'))}")
@@ -81,9 +84,13 @@ def _check_digests(checks: Checks, folder: Path, leank: Mapping[str, Any], opene
     listed = checks.value("list of digests", lambda: _list_digests(folder, own, opened))
     if listed:
         checks.digests(folder, listed, listed_in=DIGESTS_NAME)
-        checks.holds("files without a digest", lambda: _check_unlisted(folder, listed))
+        checks.holds("files without a digest", lambda: _check_unlisted(folder, listed, DIGESTS_NAME))
     else:
         checks.digests(folder, own, listed_in=CONFIG_NAME)
+        # Those that transformers saves beside what `leank.files` names.
+        weights = () if opened is None else opened.shards
+        saved = {*own, *weights, CONFIG_NAME, INDEX_NAME, *find_companions(folder)[0]}
+        checks.holds("files without a digest", lambda: _check_unlisted(folder, saved, CONFIG_NAME))
 
 
 def _list_digests(
@@ -105,10 +112,10 @@ def _list_digests(
     return listed, f"{len(listed)} files"
 
 
-def _check_unlisted(folder: Path, listed: Mapping[str, str]) -> str:
+def _check_unlisted(folder: Path, listed: Iterable[str], listed_in: str) -> str:
     if unlisted := find_unlisted(folder, listed):
         raise LeanKError(
-            f"`{folder / unlisted[0]}` is not in `{DIGESTS_NAME}`, and what loads the folder may read it"
+            f"`{folder / unlisted[0]}` is not in `{listed_in}`, and what loads the folder may read it"
             + (f"; nor are {len(unlisted) - 1} more files" if unlisted[1:] else "")
         )
     return "none that anything reads"

@@ -1,5 +1,6 @@
 """A model pruned in memory answers as its checkpoint does, and is itself again behind the block."""
 
+import copy
 import re
 from dataclasses import asdict
 from typing import Any
@@ -75,6 +76,12 @@ def test_an_error_in_the_block_leaves_the_model_as_it_was(converted):
     assert tokens(model) == dense
     with prune_model(model, checkpoint.folder, **SIZES):
         assert tokens(model) != dense
+        model.config = copy.deepcopy(model.config)
+    assert tokens(model) == dense
+    with pytest.raises(ZeroDivisionError), prune_model(model, checkpoint.folder):
+        del model.config.leank, model.graph_memory
+        raise ZeroDivisionError
+    assert tokens(model) == dense
 
 
 def test_weights_that_decoding_laid_side_by_side_lie_apart_again(converted):

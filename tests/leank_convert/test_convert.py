@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from leank_convert import convert
 from leank_convert._runtime.configuration_leank import CACHE
+from leank_convert.errors import LeanKError
 from leank_convert.evaluate import rounding
 from leank_convert.files import read_json
 from leank_convert.held_out import HeldOut, TokenShares
@@ -178,6 +179,40 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
     written = load_mask(out / MASK_FILE_NAME)
     assert written.stores_alike(trained) and verify_checkpoint(out, source=biased).ok
     assert divergence((out / "README.md").read_text(), "fp8") < 0.1
+
+
+@pytest.mark.usefixtures("without_report")
+def test_a_ratio_whose_cache_is_refused_does_not_take_the_others_with_it(
+    biased, recipe, tmp_path, monkeypatch, caplog
+):
+    check = Mock(side_effect=[LeanKError("the first is refused"), None])
+    monkeypatch.setattr(rounding.RoundedAnswers, "check", check)
+    out = tmp_path / "out"
+    ratios = ("--pruning-ratio", 0.8, "--pruning-ratio", 0.5)
+    told = rejected("train", biased, "--recipe", recipe, *ratios, "--kv-dtype", "int4", "-o", out)
+    assert "error: the first is refused" in told
+    assert f"no checkpoint in `{out / 'ratio-0.8'}`: the first is refused" in caplog.text
+    assert [(out / f"ratio-{ratio}" / "config.json").exists() for ratio in (0.8, 0.5)] == [False, True]
+
+
+def test_memory_that_does_not_suffice_for_the_trial_is_told_and_by_force_the_export_goes_on(
+    biased, mask, saved, recipe, tmp_path, monkeypatch, caplog
+):
+    move = PreTrainedModel.to
+
+    def exhaust(model, *where, **options):
+        if type(model).__name__.startswith("LeanK"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return move(model, *where, **options)
+
+    options = ("--mask", saved(mask), "--kv-dtype", "int4", "--recipe", recipe, "-o", tmp_path / "out")
+    monkeypatch.setattr(PreTrainedModel, "to", exhaust)
+    ended = run("export", biased, *options)
+    assert ended.exit_code == 1 and not (tmp_path / "out").exists()
+    assert "memory does not suffice for the weights of `" in ended.stderr
+    told = run("export", biased, *options, "--force")
+    assert told.exit_code == 0 and "the cache was not tried: memory does not suffice" in caplog.text
+    assert read_json(tmp_path / "out" / "config.json")["leank"]["kv_dtype"] == "int4"
 
 
 @pytest.mark.usefixtures("without_report")

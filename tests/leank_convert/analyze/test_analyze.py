@@ -82,6 +82,8 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
         json.loads(done(name, out, "--json"))["bytes_per_token"] for name in ("analyze", "inspect")
     )
     assert told == shown and told["key_pruned"] < found["bytes_per_token"]["key_pruned"]
+    edit_json(out / "config.json", leank={**leank, "kv_dtype": "fp4"})
+    assert "`leank.kv_dtype` is 'fp4'" in rejected("analyze", out)
 
 
 def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(save, tmp_path):

@@ -11,6 +11,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.export import export_checkpoint
@@ -333,6 +334,29 @@ def test_tampering_is_found(kind, out, source):
     assert all(len(line) < 600 for line in lines)
     if fits == "source":
         assert not [name for name in found if name.startswith("digest")]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (
+            edit_json("config.json", put("transformers_weights", "other.safetensors")),
+            "config: .*`transformers_weights`",
+        ),
+        # Of other data that is read, such as a chat template, nothing is known.
+        *(
+            (write(name, "x"), "files without a digest: ")
+            for name in EXTRA[:6]
+            if name != "adapter_config.json"
+        ),
+    ],
+)
+def test_of_a_folder_that_transformers_saved_all_that_is_read_is_known(tamper, said, exported, tmp_path):
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True).save_pretrained(saved)
+    assert failed(saved) == {}
+    tamper(saved)
+    assert any(re.match(said, f"{name}: {detail}") for name, detail in failed(saved).items())
 
 
 def test_what_nothing_reads_is_fine(out, source):
