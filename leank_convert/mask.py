@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ class ChannelMask:
         if self.provenance is None:
             return self
         return replace(self, provenance=replace(self.provenance, **known))
+
+    def noting_recipe(self, what: str, recipe: str) -> ChannelMask:
+        """The mask that says, in comments, by what recipe something was found beside it; as `noting`."""
+        beside = indent(f"{what} beside this mask, by\n{recipe}", "# ")
+        own = "" if self.provenance is None else self.provenance.recipe or ""
+        return self.noting(recipe=f"{own}\n{beside}".lstrip())
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from leank_convert.train.choice import choose_recipe
 from leank_convert.train.key_mean import KeyStatistics, measure_keys
 from leank_convert.train.model import load_model, open_model
 from leank_convert.train.passes import check_layers
+from leank_convert.train.selection import text_without_paths
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
 
@@ -33,14 +33,12 @@ class MeasuredCache:
     Attributes:
         statistics: What was measured of keys, and of V as it is stored; None if that was not asked for.
         values: The basis of V that was measured, None if none was.
-        tasks: The recipe's, whose data it was measured on.
-        seed: The recipe's.
+        recipe: On whose data it was measured.
     """
 
     statistics: KeyStatistics | None
     values: ValueBasis | None
-    tasks: Sequence[str]
-    seed: int
+    recipe: Recipe
 
     def centre(self, mask: ChannelMask) -> ChannelMask:
         """The mask with a mean of keys: its own if it has one, else the measured one.
@@ -51,6 +49,7 @@ class MeasuredCache:
             return mask
         assert self.statistics is not None
         known = mask.noting(key_mean_tokens=self.statistics.num_tokens, held_out=None, evaluation=None)
+        known = known.noting_recipe("The mean of keys was measured", text_without_paths(self.recipe))
         return replace(known, key_mean=self.statistics.mean)
 
     def prune_values(self, mask: ChannelMask, pruning_ratio: float) -> ChannelMask:
@@ -59,7 +58,9 @@ class MeasuredCache:
         What an evaluation said of a mask that leaves V as it is holds no longer.
         """
         assert self.values is not None
-        return self.values.prune(mask.noting(held_out=None, evaluation=None), pruning_ratio)
+        known = mask.noting(held_out=None, evaluation=None)
+        known = known.noting_recipe("The basis of V was measured", text_without_paths(self.recipe))
+        return self.values.prune(known, pruning_ratio)
 
     def scales(self, mask: ChannelMask) -> KVScales:
         """Scales for FP8 of values, and of keys less the mask's mean."""
@@ -67,7 +68,11 @@ class MeasuredCache:
         assert found is not None
         largest = found.largest_key(mask.key_mean)
         return KVScales.of_largest(
-            largest, found.largest_value, num_tokens=found.num_tokens, tasks=self.tasks, seed=self.seed
+            largest,
+            found.largest_value,
+            num_tokens=found.num_tokens,
+            tasks=tuple(self.recipe.data.tasks),
+            seed=self.recipe.seed,
         )
 
 
@@ -111,4 +116,4 @@ def measure_cache(
     statistics = None
     if keys:
         statistics = measure_keys(loaded, samples, NUM_CONTEXTS, value_basis=value_basis)
-    return MeasuredCache(statistics, values, tuple(chosen.data.tasks), chosen.seed)
+    return MeasuredCache(statistics, values, chosen)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
-from textwrap import indent
 from typing import Any, Literal
 
 import torch
@@ -128,7 +127,6 @@ def build_mask(
     value_factors: Tensor | None = None,
 ) -> ChannelMask:
     """The mask of one of a recipe's ratios, with where it comes from; of a given one, with V pruned, too."""
-    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
     provenance = MaskProvenance.for_model(
         model_name(files.name),
         files.facts,
@@ -136,7 +134,7 @@ def build_mask(
         **recipe.windows.model_dump(),
         pruning_ratio_asked=pruning_ratio,
         width_multiple=recipe.width_unit(files.facts.head_dim),
-        recipe=hide_local_paths(recipe.text, paths),
+        recipe=text_without_paths(recipe),
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )
@@ -145,6 +143,12 @@ def build_mask(
     else:
         mask = _take_origin(given, provenance)
     return mask if values is None else values.prune(mask, recipe.value_pruning_ratio, value_factors)
+
+
+def text_without_paths(recipe: Recipe) -> str:
+    """A recipe's text as it is read elsewhere."""
+    paths = recipe.model.id, recipe.mask, recipe.data.haystack.source, recipe.heads.pattern
+    return hide_local_paths(recipe.text, paths)
 
 
 def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
@@ -166,9 +170,8 @@ def _take_origin(given: ChannelMask, provenance: MaskProvenance) -> ChannelMask:
         "seed": None,
     }
     known = given.provenance or replace(provenance, **made)
-    beside = indent(f"V's directions were learned beside this mask, by\n{provenance.recipe}", "# ")
-    recipe = f"{known.recipe or ''}\n{beside}".lstrip()
-    return replace(given, provenance=replace(known, recipe=recipe, held_out=None, evaluation=None))
+    mask = replace(given, provenance=replace(known, held_out=None, evaluation=None))
+    return mask.noting_recipe("V's directions were learned", provenance.recipe or "")
 
 
 def _ranks(factors: Tensor) -> Tensor:

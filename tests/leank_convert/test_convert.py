@@ -133,6 +133,7 @@ def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(s
     assert verify_checkpoint(out, source="testbed").ok
     card = (out / "README.md").read_text()
     assert f"their mean over {found.provenance.key_mean_tokens:,} tokens" in card
+    assert "# The mean of keys was measured beside this mask, by\n#" in found.provenance.recipe
     assert "Not measured when this checkpoint was written" in card and "Rounding alone" not in card
 
 
