@@ -104,6 +104,8 @@ def convert_model(
                     overwrite=replaces,
                 )
             except LeanKError as error:  # the other ratios' are written all the same
+                if len(masks) == 1:
+                    raise
                 _logger.warning("no checkpoint in `%s`: %s", folder, error.message)
                 refused.append(error)
                 continue

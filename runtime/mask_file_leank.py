@@ -18,16 +18,24 @@ _HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfold
 def find_mask_file(source: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Path | None:
     """Find the file that a config's `leank` block names in a folder or a repository; None if it is not there.
 
+    `options` are as in `find_file`, and so is what is returned.
+    """
+    if (commit := getattr(config, "_commit_hash", None)) is not None:
+        options = {**options, "revision": commit}  # whatever is uploaded while the weights are loaded
+    return find_file(source, MASK_FILE, options) if source and _digest(config.leank) else None
+
+
+def find_file(source: str, name: str, options: Mapping[str, Any]) -> Path | None:
+    """Find a file in a folder or a repository; None if it is not there.
+
     `options` are arguments of `from_pretrained`, of which those of the hub are taken. The path stays right
     where the process goes to another folder.
     """
-    given = {name: value for name, value in options.items() if name in _HUB_OPTIONS and value is not None}
-    if (commit := getattr(config, "_commit_hash", None)) is not None:
-        given["revision"] = commit  # whatever is uploaded while the weights are loaded
+    given = {key: value for key, value in options.items() if key in _HUB_OPTIONS and value is not None}
     try:
-        found = cached_file(source, MASK_FILE, **given) if source and _digest(config.leank) else None
-    except OSError:
-        found = None
+        found = cached_file(source, name, **given)
+    except (OSError, ValueError):  # the latter of what is no repository's id
+        return None
     return None if found is None else Path(found).absolute()
 
 

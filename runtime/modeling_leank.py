@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel,
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from .adapter_leank import fits_heads
+from .adapter_leank import OTHER_HEADS, fits_heads
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
@@ -122,7 +122,8 @@ class LeanKMixin:
                 "where it is the original again; `leank-convert export` writes a pruned checkpoint"
             )
         files = dict(block.get("files", {}))
-        if not carry_mask_file(self.mask_file, block, Path(save_directory)):
+        found = self.mask_file or find_mask_file(self.config.name_or_path, self.config, {})
+        if not carry_mask_file(found, block, Path(save_directory)):
             settings = read_settings(self.config)
             if settings.has_key_mean or settings.value_widths is not None:
                 raise ValueError(
@@ -138,12 +139,10 @@ class LeanKMixin:
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as the stock class does, or raise a ValueError if it would change other heads."""
-        if not fits_heads(peft_model_id, self.config):
-            raise ValueError(
-                "load_adapter: KV heads are in another order, or V in another basis, than in the model that "
-                "an adapter was made for; if that is the original, convert it by `leank-convert adapter "
-                "ADAPTER --checkpoint CHECKPOINT -o NEW`, and load NEW"
-            )
+        if not fits_heads(
+            peft_model_id, self.config.leank, {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
+        ):
+            raise ValueError(f"load_adapter: {OTHER_HEADS}, and load NEW")
         return super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
 
     def build_cache(

@@ -45,8 +45,13 @@ def verify(folder: Path, source: str | None, as_json: bool) -> None:
 @click.command(short_help="Convert a LoRA of the original for a checkpoint.")
 @click.argument("lora")
 @click.option("--checkpoint", required=True, metavar="OUT", help="The checkpoint that it is to be loaded on.")
+@click.option(
+    "--trained-on-checkpoint",
+    is_flag=True,
+    help="LORA was trained on the checkpoint itself: only mark it as fitting.",
+)
 @out_option
-def adapter(lora: str, checkpoint: str, out: Path) -> None:
+def adapter(lora: str, checkpoint: str, out: Path, trained_on_checkpoint: bool) -> None:
     """Convert LORA, an adapter of the original model, for a checkpoint made from it.
 
     There KV heads are in another order. The result is loaded by PEFT or `model.load_adapter`, and then does
@@ -56,7 +61,7 @@ def adapter(lora: str, checkpoint: str, out: Path) -> None:
     quiet_transformers()
     from leank_convert.export.adapter import convert_adapter
 
-    click.echo(convert_adapter(lora, checkpoint, out))
+    click.echo(convert_adapter(lora, checkpoint, out, trained_on_checkpoint=trained_on_checkpoint))
 
 
 @click.command(short_help="Compile and check a checkpoint's kernels for this GPU.")

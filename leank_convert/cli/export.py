@@ -90,7 +90,8 @@ def export(
 
         export_checkpoint(model, mask_path, out, **options)
     if adapter is not None:
-        click.echo(adapters.convert_adapter(adapter, out, beside, overwrite=choices["overwrite"]))
+        overwrite = choices["overwrite"]
+        click.echo(adapters.convert_adapter(adapter, out, beside, base_model=repo_id, overwrite=overwrite))
     finish_export(out, repo_id, private, adapter=adapter is not None)
 
 

@@ -25,7 +25,7 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.errors import LeanKError, first_line, out_of_memory
+from leank_convert.errors import LeanKError, LeanKMemoryError, first_line, out_of_memory
 from leank_convert.families import Architecture
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
@@ -126,7 +126,12 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool, s
         if find_whole(folder) is not None:
             config = read_config(folder)
             options["config"] = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        model: Any = load_from(AutoModelForCausalLM, folder, **options)
+        with out_of_memory(f"the weights of `{folder}`", "take another `--device`"):
+            model: Any = load_from(AutoModelForCausalLM, folder, **options)
+            if not spreads:
+                model.to(device)
+    except LeanKMemoryError:
+        raise
     except ImportError as error:  # of what reads quantized weights
         raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # by what it is that is damaged; of a config.json of as many kinds as keys
@@ -136,9 +141,6 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool, s
             f"`{folder}` {what}: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong" if trust_remote_code else None,
         ) from error
-    if not spreads:
-        with out_of_memory(f"the weights of `{folder}`", "take another `--device`"):
-            model.to(device)
     unpack_weights(model, rounds_inputs=True)
     return model.eval()
 

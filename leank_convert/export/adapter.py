@@ -8,7 +8,6 @@ basis of V that is folded into the weights is folded into rows of B and columns 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,7 +49,13 @@ _WHOLE = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
 
 def convert_adapter(
-    adapter: str | Path, checkpoint: str | Path, out: str | Path, *, overwrite: bool = False
+    adapter: str | Path,
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    trained_on_checkpoint: bool = False,
+    base_model: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a LoRA adapter of the original model as one of a checkpoint that was made from it.
 
@@ -61,23 +66,36 @@ def convert_adapter(
         adapter: The adapter's folder or hub id, with adapter_config.json and adapter_model.safetensors.
         checkpoint: The checkpoint's folder or hub id.
         out: The folder to write; it does not exist yet, or is empty.
+        trained_on_checkpoint: Whether the adapter was trained on the checkpoint itself: it is only marked as
+            fitting, for `load_adapter` and vLLM.
+        base_model: What the adapter is to name as its base model, such as the id that the checkpoint is
+            uploaded to; None for `checkpoint`.
         overwrite: Whether a converted adapter in it is replaced, once the new one is there.
 
     Returns:
         `out`.
 
     Raises:
-        LeanKError: If the adapter is no LoRA, does not fit the model, was converted before, was trained on a
-            checkpoint or holds something that has no order of heads known here, or DoRA's magnitudes of a V
-            that is pruned; or if one cannot be read, or `out` not be written.
+        LeanKError: If the adapter is no LoRA, does not fit the model, was converted before, names a
+            checkpoint as its base model, or holds something that has no order of heads known here, or DoRA's
+            magnitudes of a V that is pruned; or if one cannot be read, or `out` not be written.
     """
     out, origin = check_folder(user_path(out)), resolve_model(checkpoint)
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
-    settings, header = check_adapter(adapter, out, checkpoint=checkpoint, overwrite=overwrite)
-    basis = _load_basis(origin, leank) if _is_folded(leank) else None
-    edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
+    settings, header = check_adapter(adapter, out, overwrite=overwrite)
+    edits: dict[str, TensorEdit] = {}
+    if not trained_on_checkpoint:
+        base = settings.get("base_model_name_or_path")
+        if base == str(checkpoint) or _is_checkpoint(base):
+            raise LeanKError(
+                f"`{adapter}` names the checkpoint {cut(base)} as the model that it was trained on",
+                hint="pass `--trained-on-checkpoint` if it was; else correct `base_model_name_or_path` in "
+                f"its `{ADAPTER_NAME}`",
+            )
+        basis = _load_basis(origin, leank) if _is_folded(leank) else None
+        edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
         new = Path(partial) / "adapter"
@@ -85,7 +103,8 @@ def convert_adapter(
         metadata = {**header.metadata, "format": "pt", "leank": order_of(leank)}
         write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata)
         sync_path(new / ADAPTER_WEIGHTS_NAME)
-        settings |= {"base_model_name_or_path": str(checkpoint), "revision": None}  # that was the original's
+        named = str(checkpoint) if base_model is None else base_model
+        settings |= {"base_model_name_or_path": named, "revision": None}  # that was the original's
         write_atomically(new / ADAPTER_NAME, encode_json(settings))
         if overwrite:
             remove_converted(out)
@@ -124,14 +143,9 @@ def check_adapter(
     out: Path,
     *,
     model: str | None = None,
-    checkpoint: str | Path | None = None,
     overwrite: bool = False,
 ) -> tuple[dict[str, Any], SafetensorsHeader]:
-    """Check an adapter for a `checkpoint`, or before there is one of its `model`.
-
-    Returns:
-        Its settings and header.
-    """
+    """Check an adapter before there is a checkpoint of its `model`; return its settings and header."""
     held = {path.name for path in out.iterdir()} if check_folder(out).exists() else set()
     if held - (_FILES if overwrite and converted_for(out) is not None else set()):
         raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
@@ -140,12 +154,6 @@ def check_adapter(
     header = read_header(folder / ADAPTER_WEIGHTS_NAME)
     if "leank" in header.metadata:
         raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
-    base = settings.get("base_model_name_or_path")
-    if base == str(checkpoint) or _is_checkpoint(base):
-        raise LeanKError(
-            f"`{folder}` was trained on the checkpoint {cut(base)}, whose heads it fits as it is",
-            hint="load it without converting it",
-        )
     if model is not None:
         source = resolve_model(model)
         facts = read_model_facts(read_config(source), origin=str(source / CONFIG_NAME))
@@ -154,10 +162,10 @@ def check_adapter(
 
 
 def _is_checkpoint(base: object) -> bool:
-    """Whether what an adapter was trained on is the folder of a LeanK checkpoint."""
-    # Unlike `Path.is_file`, it takes a name that is too long.
-    found = isinstance(base, str) and os.path.isfile(os.path.join(base, CONFIG_NAME))  # noqa: PTH113, PTH118
-    return found and "leank" in read_config(Path(str(base)))
+    """Whether what an adapter was trained on is the folder of a LeanK checkpoint that can be read."""
+    with suppress(LeanKError, OSError):
+        return bool(base) and isinstance(base, str) and "leank" in read_json(Path(base) / CONFIG_NAME)
+    return False
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

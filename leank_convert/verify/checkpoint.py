@@ -37,6 +37,9 @@ from leank_convert.trust import check_config
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
 
+# What a Trainer saves, which a model is not loaded from.
+_TRAINERS = ("training_args.bin", "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+
 
 def verify_weights(path: str | Path, source: str | Path | None) -> Report:
     """Check a checkpoint against itself, and compare it with its source; raises as `verify_checkpoint`."""
@@ -87,9 +90,11 @@ def _check_digests(checks: Checks, folder: Path, leank: Mapping[str, Any], opene
         checks.holds("files without a digest", lambda: _check_unlisted(folder, listed, DIGESTS_NAME))
     else:
         checks.digests(folder, own, listed_in=CONFIG_NAME)
+        if opened is None:
+            return
         # Those that transformers saves beside what `leank.files` names.
-        weights = () if opened is None else opened.shards
-        saved = {*own, *weights, CONFIG_NAME, INDEX_NAME, *find_companions(folder)[0]}
+        saved = {*own, *opened.shards, CONFIG_NAME, INDEX_NAME, *find_companions(folder)[0]}
+        saved |= {path.name for pattern in _TRAINERS for path in folder.glob(pattern)}
         checks.holds("files without a digest", lambda: _check_unlisted(folder, saved, CONFIG_NAME))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from leank_convert._runtime.adapter_leank import fits_heads
+from leank_convert._runtime.adapter_leank import OTHER_HEADS, fits_heads
 
 _load = WorkerLoRAManager._load_adapter
 
@@ -27,12 +27,8 @@ def _load_in_order(manager: WorkerLoRAManager, request: Any) -> Any:
     if (in_rank_order := getattr(model, "with_ordered_heads", None)) is None:
         return adapter
     folder = get_adapter_absolute_path(request.lora_path)
-    if not fits_heads(folder, model.config):
-        raise ValueError(
-            f"adapter `{request.lora_path}`: KV heads are in another order, or V in another basis, than in "
-            "the model that it was made for; convert it by `leank-convert adapter ADAPTER --checkpoint "
-            "CHECKPOINT -o NEW`, and serve NEW"
-        )
+    if not fits_heads(folder, model.config.leank, {}):
+        raise ValueError(f"adapter `{request.lora_path}`: {OTHER_HEADS}, and serve NEW")
     # By its class's name vLLM knows in which order GPT-OSS has the rows of its experts.
     if model.config.model_type == "leank_gpt_oss" and any(".experts" in name for name in adapter.loras):
         raise ValueError(

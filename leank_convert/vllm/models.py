@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_pp_group,
@@ -39,6 +39,7 @@ from leank_convert.vllm.fused_step import FUSED, FusedModel
 from leank_convert.vllm.layers import LeanKAttention
 from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
+from leank_convert.vllm.reloads import check_reloads
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors", "value_basis", "value_widths")
@@ -62,6 +63,7 @@ class _LeanKForCausalLM:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
+        check_reloads()
         if vllm_config.lora_config is not None:
             check_adapters()
         # Pages that lie by blocks let layers of a model that drafts lie beside.
@@ -148,10 +150,9 @@ class _LeanKForCausalLM:
         """Load weights; heads of attention are put in the order of ranks.
 
         Raises:
-            ValueError: If a layer lacks one that another layer has, heads are of another size, the mean of
-                keys or scales make no sense, or weights of another mask are to take the place of these.
+            ValueError: If a layer lacks one that another layer has, heads are of another size, or the mean of
+                keys or scales make no sense.
         """
-        self._check_reload()
         scales: dict[str, torch.Tensor] = {}
         loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
         self.set_mask_tensors()
@@ -160,18 +161,6 @@ class _LeanKForCausalLM:
         for attention in self._attentions:
             attention.lacks_constants = False
         return loaded
-
-    def _check_reload(self) -> None:
-        """Raise unless weights that vLLM loads in the place of others are of the same mask: that stays."""
-        source = self._vllm_config.model_config.model
-        if source == self._source[0]:
-            return
-        block = PreTrainedConfig.get_config_dict(source)[0].get("leank")
-        if block != self._config.leank:
-            raise ValueError(
-                f"`{source}` has another mask, or other constants, than `{self._source[0]}`, which is "
-                "served: start another engine with it"
-            )
 
     def set_mask_tensors(self) -> None:
         """Give the stage's layers what comes off keys and rotates V, from the file beside the weights."""

@@ -124,30 +124,38 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
     assert "holds files already" in rejected("export", checkpoint.source, *options, lora, "--overwrite")
 
 
-def test_an_adapter_that_was_trained_on_the_checkpoint_is_loaded_as_it_is(
-    converted, load, tmp_path, monkeypatch
-):
+def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(converted, load, tmp_path):
     checkpoint = converted("llama", WIDTHS)
     other = converted("llama", [[8, 0], [3, 16]], name="other")
     lora, logits, tokens = adapter_of(checkpoint.folder, tmp_path / "lora", target_modules=ALL)
-    monkeypatch.chdir(checkpoint.folder.parent)
-    model = load(checkpoint.folder.name)  # the same folder by another path
-    model.load_adapter(str(lora))
+    given = ("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
+    told = rejected(*given)
+    assert f"names the checkpoint '{checkpoint.folder}'" in told and not (tmp_path / "new").exists()
+    with pytest.raises(
+        ValueError, match="with `--trained-on-checkpoint` if it was trained on that, and load"
+    ):
+        load(checkpoint.folder).load_adapter(str(lora))
+    done(*given, "--trained-on-checkpoint")
+    model = load(checkpoint.folder)
+    # As it is loaded from a checkpoint's repository, too.
+    shutil.copytree(tmp_path / "new", tmp_path / "repository" / "adapter")
+    model.load_adapter(str(tmp_path / "repository"), adapter_kwargs={"subfolder": "adapter"})
     with torch.no_grad():
         assert torch.equal(model(prompt()).logits, logits)
     assert torch.equal(model.generate(prompt(), **GREEDY), tokens)
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
-        load(other.folder).load_adapter(str(lora))
-    told = rejected("adapter", lora, "--checkpoint", other.folder, "-o", tmp_path / "new")
-    assert "was trained on the checkpoint" in told and not (tmp_path / "new").exists()
-    # A repository's id is all that is known of a checkpoint that lies on the hub.
-    edit_json(lora / "adapter_config.json", base_model_name_or_path="me/pruned")
-    monkeypatch.setattr(
-        "leank_convert.export.adapter.resolve_model",
-        lambda name: {"me/pruned": checkpoint.folder}.get(name, lora),
-    )
-    with refusal("was trained on the checkpoint"):
-        convert_adapter(lora, "me/pruned", tmp_path / "new")
+        load(other.folder).load_adapter(str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("base", ["", "no/such/model", "x" * 5000, None])
+def test_what_an_adapter_names_as_its_base_may_be_anything_else(base, converted, tmp_path, monkeypatch):
+    checkpoint = converted("llama", WIDTHS)
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    monkeypatch.chdir(checkpoint.folder)
+    edit_json(lora / "adapter_config.json", base_model_name_or_path=base)
+    new = convert_adapter(lora, checkpoint.folder, tmp_path / "new", base_model="me/pruned")
+    settings = json.loads((new / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "me/pruned"
 
 
 def rename(tensors, old, new):

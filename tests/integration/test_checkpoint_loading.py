@@ -181,6 +181,10 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
         moved = load(checkpoint.folder.name)
     moved.save_pretrained(tmp_path / "from_another_place")
     assert (tmp_path / "from_another_place" / "channel_mask.safetensors").is_file()
+    moved.mask_file = None  # of a model that was made from its config
+    moved.config.name_or_path = str(checkpoint.folder)
+    moved.save_pretrained(tmp_path / "from_its_config")
+    assert (tmp_path / "from_its_config" / "channel_mask.safetensors").is_file()
 
     (checkpoint.folder / "channel_mask.safetensors").unlink()
     before = json.loads(json.dumps(model.config.leank))

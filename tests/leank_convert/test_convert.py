@@ -6,12 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from leank_convert import convert
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate import rounding
+from leank_convert.evaluate import loading, rounding
 from leank_convert.files import read_json
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
@@ -199,15 +199,8 @@ def test_a_ratio_whose_cache_is_refused_does_not_take_the_others_with_it(
 def test_memory_that_does_not_suffice_for_the_trial_is_told_and_by_force_the_export_goes_on(
     biased, mask, saved, recipe, tmp_path, monkeypatch, caplog
 ):
-    move = PreTrainedModel.to
-
-    def exhaust(model, *where, **options):
-        if type(model).__name__.startswith("LeanK"):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return move(model, *where, **options)
-
     options = ("--mask", saved(mask), "--kv-dtype", "int4", "--recipe", recipe, "-o", tmp_path / "out")
-    monkeypatch.setattr(PreTrainedModel, "to", exhaust)
+    monkeypatch.setattr(loading, "load_from", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     ended = run("export", biased, *options)
     assert ended.exit_code == 1 and not (tmp_path / "out").exists()
     assert "memory does not suffice for the weights of `" in ended.stderr

@@ -52,6 +52,44 @@ for errors, folder in zip(said, folders):
 print("SAID", json.dumps(said))
 """
 
+RELOAD = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+model, *paths = sys.argv[1:]
+sizes = {"block_size": 32, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 1024}
+llm = LLM(model, enforce_eager=True, dtype="float32", skip_tokenizer_init=True, **sizes)
+prompts = [{"prompt_token_ids": [5 + place % 90 for place in range(300)]}]
+sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
+said = []
+for path in [None, *paths]:
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path} if path else {})
+        error = ""
+    except Exception as caught:
+        error = str(caught)
+    said.append([error, list(llm.generate(prompts, sampling, use_tqdm=False)[0].outputs[0].token_ids)])
+print("SAID", json.dumps(said))
+"""
+
+
+def test_weights_of_another_mask_are_not_loaded_in_the_place_of_others_and_the_engine_goes_on(
+    checkpoint, tmp_path
+):
+    same, other = (shutil.copytree(checkpoint, tmp_path / name) for name in ("same", "other"))
+    block = json.loads((checkpoint / "config.json").read_text())["leank"]
+    another_runtime = {**block["files"], "rows_leank.py": "0" * 64}
+    edit_json(same / "config.json", leank={**block, "files": another_runtime})
+    edit_json(other / "config.json", leank={**block, "flush_size": block["flush_size"] + 1})
+    asked = ("-c", RELOAD, checkpoint, same, other, checkpoint)
+    done = run_python(*asked, timeout=300, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    said = json.loads(done.stdout.rpartition("SAID ")[2].splitlines()[0])
+    told = (
+        f"`{other}` has another mask, or other constants, than the checkpoint that is served: start another"
+    )
+    assert [error[: len(told)] for error, _ in said] == ["", "", told, ""]
+    assert all(answer == said[0][1] for _, answer in said)
+
 
 def test_a_malformed_config_is_refused_with_the_runtimes_sentence(checkpoint, tmp_path):
     cases = [*DAMAGES.items(), *((key, ...) for key in ("widths", "flush_size"))]

@@ -1,7 +1,6 @@
 """Weights, quantized or not, means of keys and scales go to the ranks that have their heads."""
 
 import hashlib
-import json
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -189,7 +188,6 @@ def quantized_model(heads):
         _quantized=True, _has_gate=False, _layers_differ=False, _num_heads=8, _attentions=[attention],
         _pages=SimpleNamespace(heads=heads, widths=((),)), _config=SimpleNamespace(leank={}),
         _source=("out", {}), _settings=SimpleNamespace(**has, head_dim=16, layers=(0,)),
-        _vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="out")),
     )  # fmt: skip
     return model
 
@@ -205,18 +203,7 @@ def test_one_rank_loads_whatever_layout_as_it_is():
     model = quantized_model(((range(4),),))
     assert model.load_weights(weights.items()) == weights.keys()
     assert all(model.loaded[name] is tensor for name, tensor in weights.items())
-
-
-def test_weights_that_take_the_place_of_others_are_of_the_same_mask(tmp_path):
-    model, weights = quantized_model(((range(4),),)), {f"{ATTENTION}.q_proj.qweight": torch.ones(64, 32)}
-    model.load_weights(weights.items())
     assert model._attentions[0].lacks_constants is False
-    model._vllm_config.model_config.model = str(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"leank": model._config.leank}))
-    assert model.load_weights(weights.items()) == weights.keys()
-    (tmp_path / "config.json").write_text(json.dumps({"leank": {"files": {MASK_FILE: "another"}}}))
-    with pytest.raises(ValueError, match=f"^`{tmp_path}` has another mask, or other constants, than"):
-        model.load_weights(weights.items())
 
 
 @pytest.mark.parametrize(

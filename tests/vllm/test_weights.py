@@ -54,4 +54,5 @@ def test_requests_with_and_without_an_adapter_in_one_batch(said, adapted):
 def test_an_adapter_of_the_original_is_refused_with_what_to_do(said, adapted):
     told = said["original"]["error"]
     assert f"`{adapted / 'original'}`: KV heads are in another order, or V in another basis, than in" in told
-    assert "convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and serve" in told
+    assert "convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, with" in told
+    assert "if it was trained on that, and serve NEW" in told

@@ -354,6 +354,8 @@ def test_tampering_is_found(kind, out, source):
 def test_of_a_folder_that_transformers_saved_all_that_is_read_is_known(tamper, said, exported, tmp_path):
     saved = tmp_path / "saved"
     AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True).save_pretrained(saved)
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth"):
+        write(name, "a Trainer's")(saved)
     assert failed(saved) == {}
     tamper(saved)
     assert any(re.match(said, f"{name}: {detail}") for name, detail in failed(saved).items())
