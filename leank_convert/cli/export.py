@@ -104,8 +104,8 @@ def export(
     type=click.Choice(["float32", "float16"]),
     default="float32",
     show_default=True,
-    help="Of weights and cache. float16 takes half the space, but onnxruntime's CPU converts it at every "
-    "step.",
+    help="Of weights and cache. float16 halves files and cache; in memory onnxruntime's CPU holds weights in "
+    "float32 all the same, and is slower.",
 )
 @click.option(
     "--weights",

@@ -40,7 +40,10 @@ class Trial:
 
 
 def make_trials(pruned: PrunedModel) -> list[Trial]:
-    """Run a prompt and a decode step in PyTorch, after which the model is no longer needed."""
+    """Run a prompt and a decode step in PyTorch, after which the model is no longer needed.
+
+    LeanKError if a logit is not finite.
+    """
     slots, num_tokens, num_pruned = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
     generator = torch.Generator().manual_seed(1)
     shapes = cache_shapes(pruned, 2, slots, 5)
@@ -57,6 +60,12 @@ def make_trials(pruned: PrunedModel) -> list[Trial]:
     ]
     with torch.no_grad(), attending(pruned.model, attend_in_regions):
         logits, _ = StepModel(pruned)(*step, cache)
+    if not (expected.isfinite().all() and logits.isfinite().all()):
+        dtype = str(pruned.model.dtype).removeprefix("torch.")
+        raise LeanKError(
+            f"model `{pruned.name}` answers random tokens with what is no number in {dtype}",
+            hint="export it with `--dtype float32`, and with `--weights int8` where that takes too much",
+        )
     return [
         Trial("a prompt", prompt, expected.float()),
         Trial("a decode step", [*step, *cache], logits.float()),

@@ -123,10 +123,10 @@ def export_onnx(
             request = dataclasses.replace(export.request, out=temporary, overwrite=False)
             checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
+        trials = make_trials(pruned)
         _logger.info("the graph is traced and optimized, which takes a second or more per layer")
         write_graph(pruned, partial / MODEL_FILE)
         _logger.info("the graph's answers are compared with PyTorch's")
-        trials = make_trials(pruned)
         pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
         check_graph(trials, partial / MODEL_FILE)
         difference = None
@@ -139,7 +139,7 @@ def export_onnx(
         write_files({**companions, **others}, partial)
         if "tokenizer.json" not in companions:
             _logger.warning(
-                "`%s` has no `tokenizer.json`; `leank_onnx.py` will take tokens alone, no text", checkpoint
+                "`%s` has no `tokenizer.json`; `leank_onnx.py` will take tokens alone, no text", model
             )
         if temporary.exists():
             shutil.rmtree(temporary)

@@ -123,6 +123,10 @@ def test_check_finds_what_is_not_the_models(retriever_onnx, checkpoint, tmp_path
     ):
         with refusal(message, exit_code=1):
             check_graph(held, path / "model.onnx")
+    with torch.no_grad():
+        pruned.model.model.layers[1].mlp.down_proj.weight.mul_(torch.inf)  # as what float16 overflows in
+    with refusal("answers random tokens with what is no number in float32", "with `--weights int8`"):
+        make_trials(pruned)
 
 
 def test_a_graph_without_sink_recent_tokens_and_pruned_region_is_tried_too(exported):
