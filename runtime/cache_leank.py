@@ -167,6 +167,19 @@ class LeanKCache(Cache):
         total = self.get_seq_length() + num_columns
         return None if self.rows.is_split else self.rows.extended_padding(None, total)
 
+    def take_mask(self, attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
+        """Return the mask of a pass of so many columns, all before them included; the known one for None.
+
+        Where a turn begins, tokens that it hides from then on are taken back, as in `RowState.hide`.
+        """
+        begins = self.rows.begins_turn or num_columns > MAX_DRAFT
+        self.rows.begins_turn = False
+        if attention_mask is None:
+            return self.known_mask(num_columns)
+        if begins and self.rows.is_split:
+            self.rows.hide(attention_mask[:, : self.rows.num_columns])
+        return attention_mask
+
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
         """Make writable what a decode step writes, and make room for it; pruned layers need no mask.
 

@@ -86,6 +86,9 @@ class GenerateMixin:
                 elif defaults[name] is not None and not cache.get_seq_length():
                     setattr(cache, name, defaults[name])
         cache.prefill_length = _prompt_columns(inputs, kwargs)
+        if held := cache.get_seq_length():
+            _check_goes_on(held, cache.prefill_length, kwargs)
+            cache.rows.begins_turn = True
         if cache.prefill_length is not None:
             num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
             if num_columns is not None:
@@ -95,7 +98,7 @@ class GenerateMixin:
                 inputs, generation_config, *args, **kwargs, **{CACHE: cache}
             )
         finally:
-            cache.prefill_length = None
+            cache.prefill_length, cache.rows.begins_turn = None, False
             for layer in cache.other_layers.values():
                 if hasattr(layer, "record_past"):  # which assisted decoding leaves on
                     layer.record_past = bool(is_assistant)
@@ -123,6 +126,21 @@ def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int 
         if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
             return int(candidate.shape[1])
     return None
+
+
+def _check_goes_on(held: int, prompt: int | None, kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError if transformers would run a prompt again behind the tokens that a cache holds."""
+    for name in ("assistant_model", "prompt_lookup_num_tokens"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: drafts begin with an empty cache, and this one holds {held} tokens; leave `cache` "
+                "out, and pass the whole conversation"
+            )
+    if prompt is not None and prompt <= held and kwargs.get("inputs_embeds") is None:
+        raise ValueError(
+            f"the cache holds {held} tokens, and the prompt has {prompt}: pass the whole conversation, which "
+            "has more than the cache holds, or crop or reset the cache"
+        )
 
 
 def _columns_to_reserve(

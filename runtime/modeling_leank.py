@@ -233,8 +233,8 @@ class LeanKMixin:
                     f"attention_mask covers {covered} tokens of {its_rows} rows, cache and input hold "
                     f"{total} of {rows}; pass the mask of the whole conversation"
                 )
-        elif hasattr(cache, "known_mask"):  # not what tools pass in a cache's place, of which all is pruned
-            attention_mask = cache.known_mask(tokens.shape[1])
+        if hasattr(cache, "take_mask"):  # not what tools pass in a cache's place, of which all is pruned
+            attention_mask = cache.take_mask(attention_mask, tokens.shape[1])
         if cache.takes_step(tokens.shape[1]):
             return self._decode_step(cache, use_cache, attention_mask, inputs, tokens)
         return super().forward(  # type: ignore[misc]
@@ -259,16 +259,17 @@ class LeanKMixin:
             cache.settle()
             return output
 
-        valid = None
+        valid = padding = None
         if attention_mask is not None:
             valid = attention_mask[:, -tokens.shape[1] :]
+            padding = cache.rows.padding_with(attention_mask, tokens.shape[1])
         cache.prepare_step(tokens.shape[1], attention_mask)
         try:
             output = cache.graph.run(self, cache, inputs, valid, forward)
         finally:
             cache.rows.next_valid = None
-        if attention_mask is not None:
-            cache.rows.padding = attention_mask.to(torch.bool, copy=True)  # the caller's may change
+        if padding is not None:
+            cache.rows.padding = padding
         return output
 
     def _checked_cache(self, given: object, *, is_filled: bool = False) -> LeanKCache:

@@ -90,6 +90,7 @@ class RowState:
         # Which of the next columns are real `[B, d]`, bool, for a decode step that is given no mask and has
         # room already; None if all are.
         self.next_valid: torch.Tensor | None = None
+        self.begins_turn = False  # whether the next pass is the first of a `generate` call
         self._step: Step | None = None  # that the layers are making
 
     @property
@@ -213,6 +214,13 @@ class RowState:
         new = padding.new_ones(padding.shape[0], total - padding.shape[1])
         return torch.cat([padding, new], dim=1)
 
+    def padding_with(self, attention_mask: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Return which columns are real, the last `num_columns` by a mask, those before as known."""
+        new = attention_mask[:, -num_columns:].to(torch.bool)
+        known = self.extended_padding(None, self.num_columns)
+        known = new.new_ones(len(new), self.num_columns) if known is None else known.to(new.device)
+        return torch.cat([known, new], dim=1)
+
     def _split(
         self, batch_size: int, num_columns: int, padding: torch.Tensor | None, device: torch.device
     ) -> Split:
@@ -327,26 +335,51 @@ class RowState:
         kept = self.num_columns - num_columns
         padding = self.extended_padding(None, self.num_columns)
         if self.is_split:
-            old, pruned = self.counters()
             removed: torch.Tensor | int = num_columns
             if padding is not None:
-                removed = padding[:, kept:].sum(1, dtype=torch.int32).to(old.device)
-            lengths = old - removed
-            cut = (pruned > 0) & (lengths < self.sink_size + pruned)
-            if bool(cut.any()):
-                recent = old - self.sink_size - pruned
-                whole = int(recent[pruned > 0].min())
-                raise ValueError(
-                    f"crop of {num_columns} tokens reaches into the pruned region: only the last {whole} "
-                    f"tokens still have all channels (recent_size {self.recent_size}); crop fewer, use a "
-                    "larger `recent_size`, or run the prompt again; drafts of assisted decoding must be at "
-                    f"most recent_size + 1 tokens, here {self.recent_size + 1}"
-                )
-            old.copy_(lengths)
-            self.bounds = lengths.tolist()
+                removed = padding[:, kept:].sum(1, dtype=torch.int32)
+            self._take_back(removed, f"crop of {num_columns} tokens")
         self.num_columns = kept
         self.forget_step()
         self.padding = None if padding is None else padding[:, :kept]
+
+    def hide(self, attention_mask: torch.Tensor) -> None:
+        """Take tokens back that a mask of all columns so far `[B, columns]` hides and earlier ones did not.
+
+        So a row that ended before others goes on without what was fed to it since. Raises a ValueError if
+        these are not the row's last tokens, if one has been pruned, or if padding is shown.
+        """
+        given = attention_mask.to(torch.bool)
+        known = self.extended_padding(None, self.num_columns)
+        known = torch.ones_like(given) if known is None else known.to(given.device)
+        if torch.equal(given, known):
+            return
+        hidden = known & ~given
+        if bool((given & ~known).any()) or not torch.equal(hidden, known & (hidden.cumsum(1) > 0)):
+            raise ValueError(
+                "attention_mask differs in earlier columns from what they were run with, and not in the last "
+                "tokens of rows alone: pass those columns as they were, or run all of them in a new cache"
+            )
+        self._take_back(hidden.sum(1, dtype=torch.int32), "a mask of earlier tokens")
+        self.forget_step()
+        self.padding = given.clone()  # the caller's may change
+
+    def _take_back(self, removed: torch.Tensor | int, what: str) -> None:
+        """Shorten rows by so many tokens `[B]`, or raise a ValueError if one of them has been pruned."""
+        old, pruned = self.counters()
+        lengths = old - (removed if isinstance(removed, int) else removed.to(old.device))
+        cut = (pruned > 0) & (lengths < self.sink_size + pruned)
+        if bool(cut.any()):
+            recent = old - self.sink_size - pruned
+            whole = int(recent[pruned > 0].min())
+            raise ValueError(
+                f"{what} reaches into the pruned region: only the last {whole} tokens still have all "
+                f"channels (recent_size {self.recent_size}); crop fewer, use a larger `recent_size`, or run "
+                "the prompt again; drafts of assisted decoding must be at most recent_size + 1 tokens, here "
+                f"{self.recent_size + 1}"
+            )
+        old.copy_(lengths)
+        self.bounds = lengths.tolist()
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
         """Keep the given rows, in that order, repeats allowed; return them as `page_sources` takes them.

@@ -260,3 +260,53 @@ def test_an_inner_model_called_directly_cannot_decode_densely(model_pair):
         cache = model.build_cache()
         model.model(**padded_batch(), **{CACHE: cache})
     assert cache.rows.lengths.tolist() == [21, 12, 1]
+
+
+def two_turns(model, cache, turn, hidden):
+    """A turn of two rows, and another one, by `generate`, whose mask hides some of one row's columns."""
+    first, second = ids(2, 12), ids(2, turn, 4)
+    mask = torch.ones(2, 15, dtype=torch.long)
+    past = torch.cat([first, ids(2, 3, 3)], dim=1)
+    if cache is not None:
+        feed(model, first, cache)
+        for column in range(12, 15):
+            feed(model, past[:, column : column + 1], cache, attention_mask=mask[:, : column + 1])
+    mask[0, hidden] = 0
+    mask = torch.cat([mask, torch.ones_like(second)], dim=1)
+    found = model.generate(torch.cat([past, second], dim=1), attention_mask=mask, cache=cache, **GREEDY)
+    return found[:, -24:]
+
+
+@pytest.mark.parametrize("turn", [1, 5, 40])
+def test_a_row_that_ended_before_others_goes_on_without_what_was_fed_to_it_since(turn, model_pair):
+    pair = model_pair(everything())
+    cache = pair.leank.build_cache()
+    ended = slice(12, 15)
+    assert torch.equal(two_turns(pair.leank, cache, turn, ended), two_turns(pair.dense, None, turn, ended))
+    assert cache.rows.lengths.tolist() == [12 + turn + 23, 15 + turn + 23]
+    cache.crop(-4)
+    assert cache.rows.lengths.tolist() == [12 + turn + 19, 15 + turn + 19]
+
+
+@pytest.mark.parametrize("hidden", [slice(3, 5), slice(0, 1)])
+def test_a_mask_that_hides_other_tokens_than_a_rows_last_is_refused(hidden, model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match="attention_mask differs in earlier columns from what they were run"):
+        two_turns(model, model.build_cache(), 5, hidden)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        (20, {}, "the cache holds 20 tokens, and the prompt has 20: pass the whole conversation"),
+        (9, {}, "the cache holds 20 tokens, and the prompt has 9: pass"),
+        (30, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: drafts begin with an empty cache"),
+    ],
+)
+def test_a_prompt_that_would_be_run_again_behind_a_cache_is_refused(prompt, options, said, model_pair):
+    model = model_pair(everything()).leank
+    cache = model.build_cache()
+    feed(model, one_row(20), cache)
+    with pytest.raises(ValueError, match=said):
+        model.generate(one_row(prompt), cache=cache, **GREEDY, **options)
+    assert cache.get_seq_length() == 20
