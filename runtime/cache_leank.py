@@ -17,7 +17,7 @@ from .layer_leank import LeanKLayer
 from .layout_leank import cut_layers
 from .memory_leank import CacheMemory
 from .parts_leank import load_part
-from .rows_leank import UNFINISHED, RowState
+from .rows_leank import UNFINISHED, RowState, check_rows
 from .windows_leank import PRUNE_MODES, check_choice, check_size
 
 
@@ -170,15 +170,28 @@ class LeanKCache(Cache):
     def take_mask(self, attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
         """Return the mask of a pass of so many columns, all before them included; the known one for None.
 
-        Where a turn begins, tokens that it hides from then on are taken back, as in `RowState.hide`.
+        Where a turn begins, tokens that it hides from then on are taken back. Raises a ValueError as
+        `RowState.hidden_by` and `RowState.hide`, and for another number of rows than the cache's.
         """
-        begins = self.rows.begins_turn or num_columns > MAX_DRAFT
-        self.rows.begins_turn = False
-        if attention_mask is None:
-            return self.known_mask(num_columns)
-        if begins and self.rows.is_split:
-            self.rows.hide(attention_mask[:, : self.rows.num_columns])
-        return attention_mask
+        rows = self.rows
+        begins, rows.begins_turn = rows.begins_turn, False
+        if rows.lengths is None:
+            return self.known_mask(num_columns) if attention_mask is None else attention_mask
+        before = None if attention_mask is None else attention_mask[:, : rows.num_columns]
+        if attention_mask is None and begins:  # transformers leaves a mask out that shows everything
+            padding = rows.extended_padding(None, rows.num_columns)
+            before = None if padding is None else torch.ones_like(padding)
+        if before is not None:
+            check_rows(len(before), len(rows.lengths))
+            if begins or num_columns > MAX_DRAFT:
+                hidden = rows.hidden_by(before)
+                if hidden is not None:
+                    self._check_forgets("a mask of earlier tokens")
+                    rows.hide(hidden)
+        return self.known_mask(num_columns) if attention_mask is None else attention_mask
+
+    def _check_forgets(self, what: str) -> None:
+        """Raise a ValueError, which says what asks for it, if a layer cannot be made to forget a token."""
 
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
         """Make writable what a decode step writes, and make room for it; pruned layers need no mask.

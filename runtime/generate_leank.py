@@ -80,20 +80,20 @@ class GenerateMixin:
                 record()  # as transformers does with a cache of its own
         else:
             self._checked_cache(cache, is_filled=True)
+            if held := cache.get_seq_length():
+                _check_goes_on(held, _prompt_columns(inputs, kwargs), kwargs, configs)
             for name, value in given.items():
                 if value is not None:
                     setattr(cache, name, value)
                 elif defaults[name] is not None and not cache.get_seq_length():
                     setattr(cache, name, defaults[name])
-        cache.prefill_length = _prompt_columns(inputs, kwargs)
-        if held := cache.get_seq_length():
-            _check_goes_on(held, cache.prefill_length, kwargs)
-            cache.rows.begins_turn = True
-        if cache.prefill_length is not None:
-            num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
-            if num_columns is not None:
-                cache.reserve(max(num_columns, cache.rows.num_reserved))
         try:
+            cache.rows.begins_turn = True
+            cache.prefill_length = _prompt_columns(inputs, kwargs)
+            if cache.prefill_length is not None:
+                num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
+                if num_columns is not None:
+                    cache.reserve(max(num_columns, cache.rows.num_reserved))
             return super().generate(  # type: ignore[misc]
                 inputs, generation_config, *args, **kwargs, **{CACHE: cache}
             )
@@ -128,10 +128,15 @@ def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int 
     return None
 
 
-def _check_goes_on(held: int, prompt: int | None, kwargs: dict[str, Any]) -> None:
+def _check_goes_on(
+    held: int,
+    prompt: int | None,
+    kwargs: dict[str, Any],
+    configs: tuple[GenerationConfig | None, ...],
+) -> None:
     """Raise a ValueError if transformers would run a prompt again behind the tokens that a cache holds."""
     for name in ("assistant_model", "prompt_lookup_num_tokens"):
-        if kwargs.get(name) is not None:
+        if _first_given(kwargs, configs, name) is not None:
             raise ValueError(
                 f"{name}: drafts begin with an empty cache, and this one holds {held} tokens; leave `cache` "
                 "out, and pass the whole conversation"

@@ -131,14 +131,17 @@ class MixedCache(LeanKCache):
         # transformers' layers, emptied, may still want rows as many as they had.
         self.set_layers(self.pruned_layers, copy.deepcopy(self._empty_others))
 
+    def _check_forgets(self, what: str) -> None:
+        if not all(hasattr(layer, "sliding_window") for layer in self.other_layers.values()):
+            raise ValueError(
+                f"{what} of a cache with layers of linear attention, whose state cannot forget a token; run "
+                "the prompt again"
+            )
+
     def _check_croppable(self) -> None:
+        self._check_forgets("crop")
         for layer in self.other_layers.values():
-            window = getattr(layer, "sliding_window", None)
-            if window is None:
-                raise ValueError(
-                    "crop of a cache with layers of linear attention, whose state cannot forget a token; run "
-                    "the prompt again"
-                )
+            window = layer.sliding_window
             if layer.get_seq_length() >= window and not getattr(layer, "record_past", False):
                 raise ValueError(
                     f"crop of a cache whose layers with a window of {window} tokens keep no tokens before "

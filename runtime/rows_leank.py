@@ -145,6 +145,8 @@ class RowState:
             append = self._append(self.next_valid, num_columns, num_columns)
         else:
             padding = self.extended_padding(attention_mask, start + num_columns)
+            if padding is not None and self.is_split:
+                padding = self.padding_with(padding, num_columns)
             if not self.is_split and (num_decode or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
@@ -343,26 +345,33 @@ class RowState:
         self.forget_step()
         self.padding = None if padding is None else padding[:, :kept]
 
-    def hide(self, attention_mask: torch.Tensor) -> None:
-        """Take tokens back that a mask of all columns so far `[B, columns]` hides and earlier ones did not.
+    def hidden_by(self, attention_mask: torch.Tensor) -> torch.Tensor | None:
+        """Return which columns so far `[B, columns]` a mask of them hides and earlier ones did not; or None.
 
-        So a row that ended before others goes on without what was fed to it since. Raises a ValueError if
-        these are not the row's last tokens, if one has been pruned, or if padding is shown.
+        Raises a ValueError if these are not their rows' last tokens, or if padding is shown.
         """
         given = attention_mask.to(torch.bool)
         known = self.extended_padding(None, self.num_columns)
         known = torch.ones_like(given) if known is None else known.to(given.device)
         if torch.equal(given, known):
-            return
+            return None
         hidden = known & ~given
         if bool((given & ~known).any()) or not torch.equal(hidden, known & (hidden.cumsum(1) > 0)):
             raise ValueError(
                 "attention_mask differs in earlier columns from what they were run with, and not in the last "
                 "tokens of rows alone: pass those columns as they were, or run all of them in a new cache"
             )
+        return hidden
+
+    def hide(self, hidden: torch.Tensor) -> None:
+        """Take such tokens back: a row that ended before others goes on without what was fed to it since.
+
+        Raises a ValueError if one has been pruned.
+        """
+        padding = self.extended_padding(None, self.num_columns)
         self._take_back(hidden.sum(1, dtype=torch.int32), "a mask of earlier tokens")
         self.forget_step()
-        self.padding = given.clone()  # the caller's may change
+        self.padding = ~hidden if padding is None else padding & ~hidden
 
     def _take_back(self, removed: torch.Tensor | int, what: str) -> None:
         """Shorten rows by so many tokens `[B]`, or raise a ValueError if one of them has been pruned."""

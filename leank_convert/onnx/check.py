@@ -64,7 +64,9 @@ def make_trials(pruned: PrunedModel) -> list[Trial]:
         dtype = str(pruned.model.dtype).removeprefix("torch.")
         raise LeanKError(
             f"model `{pruned.name}` answers random tokens with what is no number in {dtype}",
-            hint="export it with `--dtype float32`, and with `--weights int8` where that takes too much",
+            hint="look at its weights"
+            if dtype == "float32"
+            else "export it with `--dtype float32`, and with `--weights int8` where that takes too much",
         )
     return [
         Trial("a prompt", prompt, expected.float()),

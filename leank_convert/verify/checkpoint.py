@@ -38,7 +38,14 @@ from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
 
 # What a Trainer saves, which a model is not loaded from.
-_TRAINERS = ("training_args.bin", "optimizer.*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+_TRAINERS = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+)
 
 
 def verify_weights(path: str | Path, source: str | Path | None) -> Report:

@@ -25,7 +25,8 @@ def _reload_alike(
     worker: Any, weights_iterator: Any = None, weights_path: str | None = None, *given: Any, **options: Any
 ) -> None:
     """Reload weights, of another folder where that has the mask and the constants that are served."""
-    own: Mapping[str, Any] | None = getattr(worker.model_runner.get_model().config, "leank", None)
+    config = getattr(worker.model_runner.get_model(), "config", None)
+    own: Mapping[str, Any] | None = getattr(config, "leank", None)
     if own is not None and weights_path is not None:
         block = PreTrainedConfig.get_config_dict(weights_path)[0].get("leank") or {}
         if _served(block) != _served(own):

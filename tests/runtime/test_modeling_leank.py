@@ -295,18 +295,45 @@ def test_a_mask_that_hides_other_tokens_than_a_rows_last_is_refused(hidden, mode
         two_turns(model, model.build_cache(), 5, hidden)
 
 
+def test_a_turn_is_not_to_show_what_was_padding_nor_to_have_other_rows(model_pair):
+    model = model_pair(everything()).leank
+    cache, mask = model.build_cache(), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    feed(model, ids(2, 12), cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="attention_mask differs in earlier columns"):
+        model.generate(ids(2, 15), cache=cache, **GREEDY)  # transformers takes all columns for real
+    mask = torch.cat([mask, mask[:, -3:]], dim=1)
+    with pytest.raises(ValueError, match="the input has 4 rows, the cache holds 2"):
+        model.generate(ids(2, 15), attention_mask=mask, cache=cache, num_beams=2, **GREEDY)
+
+
+def test_layers_whose_state_cannot_forget_refuse_a_mask_that_hides_tokens(model_pair):
+    config = OPTIONS.get("qwen3_next", {})
+    model = model_pair(everything(heads=2), ARCHITECTURES["qwen3_next"].stem, **config).leank
+    with pytest.raises(
+        ValueError, match="a mask of earlier tokens of a cache with layers of linear attention"
+    ):
+        two_turns(model, model.build_cache(), 5, slice(12, 15))
+
+
+@pytest.mark.parametrize("prune", ["eager", "deferred"])
 @pytest.mark.parametrize(
     ("prompt", "options", "said"),
     [
         (20, {}, "the cache holds 20 tokens, and the prompt has 20: pass the whole conversation"),
         (9, {}, "the cache holds 20 tokens, and the prompt has 9: pass"),
         (30, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: drafts begin with an empty cache"),
+        (
+            30,
+            {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+            "drafts begin with an empty",
+        ),
     ],
 )
-def test_a_prompt_that_would_be_run_again_behind_a_cache_is_refused(prompt, options, said, model_pair):
+def test_a_prompt_that_would_be_run_again_behind_a_cache_is_refused(prompt, options, said, prune, model_pair):
     model = model_pair(everything()).leank
-    cache = model.build_cache()
+    cache = model.build_cache(prune)
     feed(model, one_row(20), cache)
     with pytest.raises(ValueError, match=said):
         model.generate(one_row(prompt), cache=cache, **GREEDY, **options)
-    assert cache.get_seq_length() == 20
+    assert (cache.get_seq_length(), cache.prefill_length) == (20, None)

@@ -125,7 +125,10 @@ def test_check_finds_what_is_not_the_models(retriever_onnx, checkpoint, tmp_path
             check_graph(held, path / "model.onnx")
     with torch.no_grad():
         pruned.model.model.layers[1].mlp.down_proj.weight.mul_(torch.inf)  # as what float16 overflows in
-    with refusal("answers random tokens with what is no number in float32", "with `--weights int8`"):
+    with refusal("answers random tokens with what is no number in float32", "look at its weights"):
+        make_trials(pruned)
+    pruned.model.half()
+    with refusal("answers random tokens with what is no number in float16", "with `--weights int8`"):
         make_trials(pruned)
 
 
