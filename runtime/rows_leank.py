@@ -371,7 +371,7 @@ class RowState:
         padding = self.extended_padding(None, self.num_columns)
         self._take_back(hidden.sum(1, dtype=torch.int32), "a mask of earlier tokens")
         self.forget_step()
-        self.padding = ~hidden if padding is None else padding & ~hidden
+        self.padding = ~hidden if padding is None else padding & ~hidden.to(padding.device)
 
     def _take_back(self, removed: torch.Tensor | int, what: str) -> None:
         """Shorten rows by so many tokens `[B]`, or raise a ValueError if one of them has been pruned."""
