@@ -56,7 +56,7 @@ def load_pickle(path: Path) -> Tensor:
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
             raise TypeError(type(value).__name__)
     except OSError as error:
-        raise LeanKError(f"cannot read mask `{path}`: {error.strerror}") from error
+        raise LeanKError(f"cannot read mask `{path}`: {error.strerror or first_line(error)}") from error
     except Exception as error:  # damaged zip files and pickles fail in as many ways as there are bytes
         raise LeanKError(f"mask `{path}` is not a pickle of one plain tensor", hint=hint) from error
     return value.detach()
@@ -72,7 +72,7 @@ def load_array(path: Path) -> Tensor:
     except LeanKError:
         raise
     except OSError as error:
-        raise LeanKError(f"cannot read mask `{path}`: {error.strerror}") from error
+        raise LeanKError(f"cannot read mask `{path}`: {error.strerror or first_line(error)}") from error
     except Exception as error:  # numpy parses the header as Python, and lets that parser's errors out
         raise LeanKError(f"mask `{path}` is not an array of numbers: {first_line(error)}") from error
 

@@ -74,7 +74,8 @@ def export(
 
     beside = out / ADAPTER_FOLDER
     if adapter is not None:
-        adapters.check_adapter(adapter, beside, model=model, overwrite=choices["overwrite"])
+        given = {"model": model, "checkpoint": out, "overwrite": choices["overwrite"]}
+        adapters.check_adapter(adapter, beside, **given)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model

@@ -84,16 +84,11 @@ def convert_adapter(
     config, leank = read_leank_config(origin)
     facts = read_leank_facts(config, origin)
     read_block(leank, facts, origin=str(origin / CONFIG_NAME))
-    settings, header = check_adapter(adapter, out, overwrite=overwrite)
+    settings, header = check_adapter(
+        adapter, out, checkpoint=None if trained_on_checkpoint else checkpoint, overwrite=overwrite
+    )
     edits: dict[str, TensorEdit] = {}
     if not trained_on_checkpoint:
-        base = settings.get("base_model_name_or_path")
-        if base == str(checkpoint) or _is_checkpoint(base):
-            raise LeanKError(
-                f"`{adapter}` names the checkpoint {cut(base)} as the model that it was trained on",
-                hint="pass `--trained-on-checkpoint` if it was; else correct `base_model_name_or_path` in "
-                f"its `{ADAPTER_NAME}`",
-            )
         basis = _load_basis(origin, leank) if _is_folded(leank) else None
         edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,9 +138,13 @@ def check_adapter(
     out: Path,
     *,
     model: str | None = None,
+    checkpoint: str | Path | None = None,
     overwrite: bool = False,
 ) -> tuple[dict[str, Any], SafetensorsHeader]:
-    """Check an adapter before there is a checkpoint of its `model`; return its settings and header."""
+    """Check an adapter before there is a checkpoint of its `model`; return its settings and header.
+
+    With a `checkpoint` it is to be the original's.
+    """
     held = {path.name for path in out.iterdir()} if check_folder(out).exists() else set()
     if held - (_FILES if overwrite and converted_for(out) is not None else set()):
         raise LeanKError(f"`{out}` holds files already", hint="remove it, or name another folder for `-o`")
@@ -154,6 +153,13 @@ def check_adapter(
     header = read_header(folder / ADAPTER_WEIGHTS_NAME)
     if "leank" in header.metadata:
         raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    base = settings.get("base_model_name_or_path")
+    if checkpoint is not None and (base == str(checkpoint) or _is_checkpoint(base)):
+        raise LeanKError(
+            f"`{adapter}` names the checkpoint {cut(base)} as the model that it was trained on",
+            hint="pass `--trained-on-checkpoint` to `leank-convert adapter` if it was; else correct "
+            f"`base_model_name_or_path` in its `{ADAPTER_NAME}`",
+        )
     if model is not None:
         source = resolve_model(model)
         facts = read_model_facts(read_config(source), origin=str(source / CONFIG_NAME))

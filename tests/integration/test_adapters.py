@@ -131,6 +131,8 @@ def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(conv
     given = ("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
     told = rejected(*given)
     assert f"names the checkpoint '{checkpoint.folder}'" in told and not (tmp_path / "new").exists()
+    again = ("export", checkpoint.source, "--mask", checkpoint.folder, "-o", tmp_path / "again")
+    assert "names the checkpoint" in rejected(*again, "--adapter", lora) and not (tmp_path / "again").exists()
     with pytest.raises(
         ValueError, match="with `--trained-on-checkpoint` if it was trained on that, and load"
     ):
