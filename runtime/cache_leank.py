@@ -175,16 +175,14 @@ class LeanKCache(Cache):
         """
         rows = self.rows
         begins, rows.begins_turn = rows.begins_turn, False
-        if rows.lengths is None:
-            return self.known_mask(num_columns) if attention_mask is None else attention_mask
-        before = None if attention_mask is None else attention_mask[:, : rows.num_columns]
-        if attention_mask is None and begins:  # transformers leaves a mask out that shows everything
+        told = attention_mask
+        if told is None and begins:  # transformers leaves a mask out that shows everything
             padding = rows.extended_padding(None, rows.num_columns)
-            before = None if padding is None else torch.ones_like(padding)
-        if before is not None:
-            check_rows(len(before), len(rows.lengths))
+            told = None if padding is None else torch.ones_like(padding)
+        if told is not None and rows.lengths is not None:
+            check_rows(len(told), len(rows.lengths))
             if begins or num_columns > MAX_DRAFT:
-                hidden = rows.hidden_by(before)
+                hidden = rows.hidden_by(told[:, : rows.num_columns])
                 if hidden is not None:
                     self._check_forgets("a mask of earlier tokens")
                     rows.hide(hidden)

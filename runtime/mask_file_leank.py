@@ -39,11 +39,9 @@ def find_file(source: str, name: str, options: Mapping[str, Any]) -> Path | None
     return None if found is None else Path(found).absolute()
 
 
-def is_mask_file(path: Path | None, block: Mapping[str, Any]) -> bool:
+def is_mask_file(path: Path, block: Mapping[str, Any]) -> bool:
     """Return whether a path is still the file that a `leank` block names."""
-    if path is None or not path.is_file():
-        return False
-    return bool(hashlib.sha256(path.read_bytes()).hexdigest() == _digest(block))
+    return path.is_file() and bool(hashlib.sha256(path.read_bytes()).hexdigest() == _digest(block))
 
 
 def carry_mask_file(found: Path | None, block: Mapping[str, Any], folder: Path) -> bool:

@@ -49,12 +49,14 @@ def _depends_on_padding(model: PreTrainedModel) -> bool:
     return rotates_by_length(model) or bool(linear_layers(model))
 
 
-def loss_scale(model: PreTrainedModel) -> float:
-    """What a loss is multiplied by, and its gradient divided by, so that float16 does not round it to 0.
+def _gradient(loss: Tensor, learned: Tensor, model: PreTrainedModel) -> Tensor:
+    """A loss's gradient, of which float16 rounds nothing to 0.
 
     The loss is a mean over tokens and hidden dims, and float16 ends at 6e-8.
     """
-    return 4096.0 if model.dtype == torch.float16 else 1.0
+    scale = 4096.0 if model.dtype == torch.float16 else 1.0
+    (gradient,) = torch.autograd.grad(scale * loss, learned)
+    return gradient / scale
 
 
 class Gradients:
@@ -102,9 +104,8 @@ class Gradients:
         if found is None:
             self._known.add(self._kind(self._sizes(sample), student))
             loss = self._run(sample, student)
-            scale = loss_scale(self._model)
-            (gradient,) = torch.autograd.grad(weight * scale * loss, student.learned)
-            student.learned.backward(gradient / scale)  # type: ignore[no-untyped-call]
+            gradient = _gradient(weight * loss, student.learned, self._model)
+            student.learned.backward(gradient)  # type: ignore[no-untyped-call]
             return loss.detach()
         loss, gradient = found
         student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
@@ -256,9 +257,7 @@ class _Answers:
         @torch.enable_grad()
         def differentiate() -> tuple[Tensor, Tensor]:
             loss = distil_answers(model, context, self._packed, self._student)
-            scale = loss_scale(model)
-            (gradient,) = torch.autograd.grad(scale * loss, learned)
-            return loss.detach(), gradient / scale
+            return loss.detach(), _gradient(loss, learned, model)
 
         self._graph = capture(differentiate)
 
