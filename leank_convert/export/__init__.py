@@ -50,7 +50,7 @@ from leank_convert.export.request import (
     resolve_export,
 )
 from leank_convert.export.runtime_files import needed_parts, read_runtime_files
-from leank_convert.export.source_card import find_base_model, read_licence
+from leank_convert.export.source_card import Source, find_base_model, read_licence
 from leank_convert.families import attention_tensor
 from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
 from leank_convert.head_layout import bytes_of
@@ -232,25 +232,19 @@ def _write_weights(
 
 def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried: str | None) -> str:
     """Build the model card."""
-    checkpoint, facts, known = export.checkpoint, export.facts, export.provenance
-    name = model_name(export.request.model)
-    output = checkpoint.find(attention_tensor(0, "o_proj.weight"))
-    return build_model_card(
+    folder, facts = export.checkpoint.folder, export.facts
+    name, known_as = model_name(export.request.model), export.provenance.model
+    output = export.checkpoint.find(attention_tensor(0, "o_proj.weight"))
+    source = Source(
         name,
-        mask,
-        facts,
-        export.choice.windows,
-        element_bytes=bytes_of(facts.dtype or (output.dtype if output else None)),
-        tried=tried,
-        leank=leank,
-        noted_name=identify_model(checkpoint.folder),
-        base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),
-        licence=read_licence(checkpoint.folder),
-        chats=has_chat_template(
-            read_tokenizer_config(checkpoint.folder), find_companions(checkpoint.folder)[0]
-        ),
-        whole=checkpoint.whole,
+        noted_name=identify_model(folder),
+        base_model=export.request.base_model or find_base_model(folder, name, known_as),
+        licence=read_licence(folder),
+        chats=has_chat_template(read_tokenizer_config(folder), find_companions(folder)[0]),
+        whole=export.checkpoint.whole,
     )
+    size, windows = bytes_of(facts.dtype or (output.dtype if output else None)), export.choice.windows
+    return build_model_card(source, mask, facts, windows, element_bytes=size, leank=leank, tried=tried)
 
 
 def _check_written(source: Checkpoint, plan: ExportPlan, partial: Path) -> None:

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
+from leank_convert.export.source_card import Source
 from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes, describe_layers, plan_head_layout
 from leank_convert.hub import hide_local_paths
 from leank_convert.leank_block import VALUE_BASIS_KEY
@@ -104,7 +105,7 @@ model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map="aut
 tokenizer = AutoTokenizer.from_pretrained(path, config=model.config)
 count = {{ num_notes }}  # of sentences, more than the window holds
 notes = " ".join(f"Room {i} has the code {i * 7919 % 10000}." for i in range(count))
-{% if chats %}
+{% if source.chats %}
 chat = [{"role": "user", "content": f"{notes} What is the code of room 7?"}]
 inputs = tokenizer.apply_chat_template(
     chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -133,8 +134,8 @@ vLLM serves the checkpoint where leank-convert is installed with its extra `vllm
   {{ recent }} keep all channels.
 - Prompts are read densely, so the first token takes as long as with the dense model.
 - Static and offloaded caches are refused, and so is transformers' continuous batching.
-{% if whole %}
-- It reads no images: it is the text model of a larger one, whose `model_type` is {{ whole|md }}.
+{% if source.whole %}
+- It reads no images: it is the text model of a larger one, whose `model_type` is {{ source.whole|md }}.
 {% endif %}
 {% if moved %}
 
@@ -158,7 +159,8 @@ was written:
 {% endif %}
 
 {% endif %}
-{% if is_other and noted_name == known.model -%}
+{% set is_other = source.name != known.model %}
+{% if is_other and source.noted_name == known.model -%}
 Not measured when this checkpoint was written. The mask was made for {{ known.model|md }}, as which this
 model's config.json names it; evaluated: {{ known.evaluated|md }}.
 {%- elif is_other -%}
@@ -216,38 +218,30 @@ _TOKENS_OF_NOTE = 8  # at least; most tokenizers make 11 to 14 of one
 
 
 def build_model_card(
-    name: str,
+    source: Source,
     mask: ChannelMask,
     facts: ModelFacts,
     windows: Windows,
     *,
     element_bytes: int,
     leank: Mapping[str, Any] = MappingProxyType({}),
-    noted_name: str | None = None,
-    base_model: str | None = None,
-    licence: Mapping[str, str] = MappingProxyType({}),
     tried: str | None = None,
-    chats: bool = False,
-    whole: str | None = None,
 ) -> str:
     """Build a checkpoint's README.md, by a mask with provenance.
 
-    `noted_name` is what the model's config.json calls it, if it may be that, `whole` the `model_type` of the
-    larger model whose text model it is, and `tried`, a sentence without its full stop, what came of the trial
-    of a cache of a dtype of its own.
+    `tried`, a sentence without its full stop, is what came of the trial of a cache of a dtype of its own.
     """
     # Imported here: an import of the toolkit need not wait for it.
     from huggingface_hub import ModelCardData
 
     known = mask.provenance
     assert known is not None
+    licence: Mapping[str, Any] = source.licence
     # No `base_model_relation`: `finetune` would say that weights were trained, `quantized` that they have
     # fewer bits, and neither is so.
     front_matter = ModelCardData(
-        base_model=base_model,
-        license=licence.get("license"),
-        license_name=licence.get("license_name"),
-        license_link=licence.get("license_link"),
+        base_model=source.base_model,
+        **licence,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
@@ -257,9 +251,9 @@ def build_model_card(
     )
     held_out = known.held_out
     # Of another model or other windows it says nothing about this checkpoint.
-    if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
+    made_for = known.model, known.sink_size, known.recent_size
+    if made_for != (source.name, windows.sink_size, windows.recent_size):
         held_out = None
-    title = escaped((base_model or name).rpartition("/")[2])
     heads = sorted(width for layer in mask.widths for width in layer)
     moved = []
     if any(sorted(order) != list(order) for order in plan_head_layout(mask.widths).head_permutation):
@@ -273,8 +267,8 @@ def build_model_card(
     environment.filters |= {"md": escaped, "percent": "{:.1%}".format, "count": "{:,}".format}
     return environment.from_string(_CARD).render(
         front_matter=front_matter.to_yaml(),
-        name=title,
-        is_other=name != known.model,
+        source=source,
+        name=escaped((source.base_model or source.name).rpartition("/")[2]),
         mask=mask,
         known=known,
         facts=facts,
@@ -292,17 +286,14 @@ def build_model_card(
         version=package_versions()["leank-convert"],
         licence_name=licence.get("license_name") or licence.get("license"),
         num_notes=-(-(windows.sink_size + windows.recent_size) // _TOKENS_OF_NOTE) + 100,
-        chats=chats,
         heads=heads,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         prunes_values=mask.value_widths is not None,
         folds_values=folds_values,
         of_layers=f" of {len(facts.layers)} of {facts.num_hidden_layers} layers" if facts.is_mixed else "",
         layers=describe_layers(facts, cache, windows, element_bytes) if facts.is_mixed else "",
-        whole=whole,
         moved=moved,
         held_out=held_out,
-        noted_name=noted_name,
         tried=tried,
         recipe=recipe,
         fence="`" * max(3, max(map(len, re.findall("`+", recipe)), default=0) + 1),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,6 +21,18 @@ _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,80}")
 _ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,300}")
 
 _logger = logging.getLogger("leank_convert")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model that a checkpoint is made of, as far as its card tells of it."""
+
+    name: str  # what artifacts call it
+    noted_name: str | None = None  # what its config.json calls it, if it may be that
+    base_model: str | None = None  # its hub id
+    licence: Mapping[str, str] = field(default_factory=dict)  # as `read_licence` gives it
+    chats: bool = False  # whether it has a chat template
+    whole: str | None = None  # the `model_type` of the larger model whose text model it is
 
 
 def read_licence(folder: Path) -> dict[str, str]:

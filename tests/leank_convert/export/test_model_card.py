@@ -10,6 +10,7 @@ from markdown import markdown
 
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card, escaped
+from leank_convert.export.source_card import Source
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
@@ -32,14 +33,14 @@ HELD_OUT = HeldOut(
 )
 
 
-def card(name="owner/model", *, mask_model=None, about=None, **known):
+def card(name="owner/model", *, mask_model=None, about=None, leank=None, **known):
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
-    mask[0, 0] = True
-    mask[1, 1, :4] = True
+    mask[0, 0] = mask[1, 1, :4] = True
     given = {"method": "imported", "sink_size": 4, "recent_size": 16, "flush_size": 1, **known}
     provenance = MaskProvenance.for_model(mask_model or name, FACTS, **given)
     known_mask = ChannelMask(mask, provenance=provenance)
-    return build_model_card(name, known_mask, FACTS, Windows(4, 16, 2), element_bytes=2, **about or {})
+    about = Source(name, **about or {})
+    return build_model_card(about, known_mask, FACTS, Windows(4, 16, 2), element_bytes=2, leank=leank or {})
 
 
 def test_the_card_says_what_was_pruned_and_what_it_saves():
@@ -62,8 +63,7 @@ def test_the_card_warns_of_adapters_where_heads_moved():
     assert "`leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`" in text
     known = MaskProvenance.for_model("m", FACTS, method="x", sink_size=4, recent_size=16, flush_size=2)
     ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool), provenance=known)
-    text = build_model_card("m", ordered, FACTS, Windows(4, 16, 2), element_bytes=2)
-    assert "adapter" not in text
+    assert "adapter" not in build_model_card(Source("m"), ordered, FACTS, Windows(4, 16, 2), element_bytes=2)
 
 
 RECIPE = "a: |\n  ```\n  # Not the recipe {braces}\nsource: /home/me/story.txt\n"
@@ -140,7 +140,7 @@ def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone():
     for other in ({"sink_size": 5}, {"recent_size": 8}):
         text = card(**{"held_out": HELD_OUT, **other})
         assert "Not measured" in text
-    text = card(held_out=HELD_OUT, about={"leank": {"kv_dtype": "int4"}})
+    text = card(held_out=HELD_OUT, leank={"kv_dtype": "int4"})
     assert "own dtype, for in int4 nothing was measured" in text
     assert "| 100.0% | 68.8% |" in text
     text = card(held_out=HELD_OUT, mask_model="owner/other")
