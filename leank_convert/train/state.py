@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import RATIO_PREFIX
+from leank_convert.checkpoint_io import RATIO_PREFIX, TRAINING_FOLDER
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, first_line, shorten
 from leank_convert.files import sha256_of, write_atomically
 from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import MASK_FILE_NAME, resolve_mask
 from leank_convert.recipe import HeadsSection, Recipe
+from leank_convert.recipe_file import RUN_RECIPE_NAME
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.schedule import Schedule
 
@@ -52,12 +53,12 @@ class TrainingDirectory:
     @property
     def folder(self) -> Path:
         """Log, events, report, recipe, state."""
-        return self.out / "leank"
+        return self.out / TRAINING_FOLDER
 
     @property
     def recipe(self) -> Path:
         """The resolved recipe."""
-        return self.folder / "recipe.yaml"
+        return self.folder / RUN_RECIPE_NAME
 
     @property
     def state(self) -> Path:
