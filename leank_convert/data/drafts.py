@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 
 from leank_convert.data.grammar import CODE_WORDS, FIRST_NAMES, LAST_NAMES
@@ -17,7 +17,7 @@ _NUM_TELEGRAMS = 10
 _WORDS_PER_TELEGRAM = (16, 32)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draft:
     """Facts, independent questions on them, and answers; how much stands between the facts is open."""
 
@@ -25,14 +25,12 @@ class Draft:
     facts: Sequence[tuple[float, str]]  # each with its place, as a fraction of the way through the filler
     questions: Sequence[str]  # what follows the document, each in a prompt of its own
     answers: Sequence[str]  # one a question
-    filler: Iterator[str]  # lines or sentences to strew the facts over, without end
+    filler: Callable[[int], list[str]]  # the first lines or sentences, as many, to strew the facts over
     separator: str = " "  # what stands between these
-    _taken: list[str] = field(default_factory=list)
 
     def prompts(self, num_lines: int) -> list[str]:
         """Write out a prompt for each question, with this many lines or sentences beside the facts."""
-        self._taken += islice(self.filler, max(0, num_lines - len(self._taken)))
-        document = self.opening + self.separator.join(strew(self._taken[:num_lines], self.facts))
+        document = self.opening + self.separator.join(strew(self.filler(num_lines), self.facts))
         return [document + question for question in self.questions]
 
 
@@ -51,7 +49,7 @@ def _draw_retrieval(rng: random.Random, num_questions: int) -> Draft:
         [(place, write(*pair)) for pair, place in asked],
         [f"\n\nWhich code opens locker {key}? Answer with the code alone." for (key, _), _ in asked],
         [value for (_, value), _ in asked],
-        (write(*draw_pair()) for _ in count()),
+        first_pieces(write(*draw_pair()) for _ in count()),
         separator="\n",
     )
 
@@ -82,7 +80,7 @@ def _draw_multi_value(rng: random.Random, num_questions: int, haystack: Haystack
             for name in asked
         ],
         [", ".join(str(parcel) for _, owner, parcel in facts if owner == name) for name in asked],
-        haystack.read(rng),
+        first_pieces(haystack.read(rng)),
     )
 
 
@@ -101,7 +99,7 @@ def _draw_passkey(rng: random.Random, num_questions: int, haystack: Haystack) ->
             for _, number, _ in asked
         ],
         [words for _, _, words in asked],
-        haystack.read(rng),
+        first_pieces(haystack.read(rng)),
     )
 
 
@@ -112,6 +110,17 @@ def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Hays
         return _draw_retrieval(own, num_questions)
     draw = _draw_multi_value if task == "multi_value" else _draw_passkey
     return draw(own, num_questions, haystack)
+
+
+def first_pieces(pieces: Iterator[str]) -> Callable[[int], list[str]]:
+    """A function of a count: as many first pieces of an endless sequence, the same ones at every call."""
+    taken: list[str] = []
+
+    def first(count: int) -> list[str]:
+        taken.extend(islice(pieces, max(0, count - len(taken))))
+        return taken[:count]
+
+    return first
 
 
 def strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str]:

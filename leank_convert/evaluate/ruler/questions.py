@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from leank_convert.data.drafts import first_pieces
 from leank_convert.data.records import read_field, read_records
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.ruler.synthetic import Draft, first_pieces
+from leank_convert.evaluate.ruler.synthetic import Draft
 
 _FORM = (
     "a question file is .json or .jsonl: records with `question`, and `answers` and `documents`, which are "

@@ -7,10 +7,10 @@ import random
 import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Literal, NamedTuple
 
-from leank_convert.data.drafts import strew
+from leank_convert.data.drafts import first_pieces, strew
 from leank_convert.data.haystack import Haystack
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
 
@@ -57,17 +57,6 @@ NEEDLE_TASKS = {
     "niah_multivalue": NeedleTask("essay", num_values=4),
     "niah_multiquery": NeedleTask("essay", num_keys=4, num_queries=4),
 }
-
-
-def first_pieces(pieces: Iterator[str]) -> Callable[[int], list[str]]:
-    """A function of a count: as many first pieces of an endless sequence, the same ones at every call."""
-    taken: list[str] = []
-
-    def first(count: int) -> list[str]:
-        taken.extend(islice(pieces, max(0, count - len(taken))))
-        return taken[:count]
-
-    return first
 
 
 def draft_needles(task: NeedleTask, rng: random.Random, haystack: Haystack) -> Draft:
