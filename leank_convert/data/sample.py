@@ -95,6 +95,16 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     return rows
 
 
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[str], *, chat: bool = True, ending: str = ""
+) -> list[list[int]]:
+    """Tokenise user messages through the chat template, else, without one, as text with an `ending`."""
+    if not messages or (chat and getattr(tokenizer, "chat_template", None) is not None):
+        return encode_prompts(tokenizer, messages)
+    rows: list[list[int]] = tokenizer([message + ending for message in messages])["input_ids"]
+    return rows
+
+
 def render_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[str]:
     """Write user messages, one or more, as the chat template does, each as a conversation of its own.
 

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.records import read_field, read_records, read_texts
+from leank_convert.data.sample import encode_messages
 from leank_convert.errors import LeanKError, cut
-from leank_convert.evaluate.benchmarks import encode_text, list_files
+from leank_convert.evaluate.benchmarks import list_files
 from leank_convert.evaluate.prompt import Prompt
 
 _SUBSETS = {1: "symbolic", 2: "medium", 3: "hard"}  # by `d`
@@ -74,7 +75,7 @@ def _read_prompt(
     else:
         problem, question = (read_field(row, key, str, place, _FORM) for key in ("problem", "question"))
         text = f"Problem: {problem.strip()}\n\nQuestion: {question}\n\n{closing}"
-    ids = torch.tensor(encode_text(tokenizer, text))
+    ids = torch.tensor(encode_messages(tokenizer, [text])[0])
     return Prompt(task, length, index, ids, (reference,), scoring, _MAX_NEW_TOKENS)
 
 

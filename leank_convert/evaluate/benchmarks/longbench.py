@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.records import read_field, read_records, read_texts
+from leank_convert.data.sample import encode_messages
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.benchmarks import encode_text, list_files
+from leank_convert.evaluate.benchmarks import list_files
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS, Task
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.scores import SCORES
@@ -69,7 +70,7 @@ def _fit(tokenizer: PreTrainedTokenizerBase, task: Task, text: str, room: int, n
     if len(text) > 2 * half:
         text = text[:half] + text[-half:]
     whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = encode_text(tokenizer, text, chat=task.chat)
+    ids = encode_messages(tokenizer, [text], chat=task.chat)[0]
     size = len(whole)
     while len(ids) > room:
         size -= len(ids) - room
@@ -81,5 +82,5 @@ def _fit(tokenizer: PreTrainedTokenizerBase, task: Task, text: str, room: int, n
             )
         halves = (whole[: size // 2], whole[len(whole) - size // 2 :])
         shortened = "".join(str(tokenizer.decode(half, skip_special_tokens=True)) for half in halves)
-        ids = encode_text(tokenizer, shortened, chat=task.chat)
+        ids = encode_messages(tokenizer, [shortened], chat=task.chat)[0]
     return ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.drafts import fit
 from leank_convert.data.haystack import control_tokens, open_haystack
-from leank_convert.data.sample import encode_prompts
+from leank_convert.data.sample import encode_messages
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.request import RULER
@@ -101,8 +102,10 @@ def _fill(
     tokenizer: PreTrainedTokenizerBase, task: str, length: int, drafts: Sequence[Draft]
 ) -> Iterator[Prompt]:
     """Fill every draft up to the length."""
+    # The beginning of the answer stands on a line of its own.
+    encode = partial(encode_messages, tokenizer, ending="\n")
     prefixes = [_encode(tokenizer, draft.answer_prefix) for draft in drafts]
-    shortest = _encode_messages(tokenizer, [draft.render(0) for draft in drafts])
+    shortest = encode([draft.render(0) for draft in drafts])
     rooms = [length - draft.max_new_tokens - len(p) for draft, p in zip(drafts, prefixes, strict=True)]
     longest = length + max((len(ids) - room for ids, room in zip(shortest, rooms, strict=True)), default=0)
     if longest > length:
@@ -113,21 +116,12 @@ def _fill(
     for index, (draft, prefix, room) in enumerate(zip(drafts, prefixes, rooms, strict=True)):
 
         def render(num_pieces: int, draft: Draft = draft) -> list[int]:
-            return _encode_messages(tokenizer, [draft.render(num_pieces)])[0]
+            return encode([draft.render(num_pieces)])[0]
 
         ids = torch.tensor([*fit(render, shortest[index], room)[1], *prefix])
         prompt = Prompt(task, length, index, ids, draft.references, draft.scoring, draft.max_new_tokens)
         _check_answer(tokenizer, prompt)
         yield prompt
-
-
-def _encode_messages(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """User messages as prompts, up to where the answer begins."""
-    if getattr(tokenizer, "chat_template", None) is not None or not texts:
-        return encode_prompts(tokenizer, texts)
-    # The beginning of the answer stands on a line of its own.
-    rows: list[list[int]] = tokenizer([f"{text}\n" for text in texts])["input_ids"]
-    return rows
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
