@@ -69,6 +69,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """Read a JSON object, empty where there is no such file; LeanKError as `read_json`."""
+    return read_json(path) if path.is_file() else {}
+
+
 def parse_json(content: bytes) -> Any:
     """Parse JSON as its standard has it: no key twice, no NaN, and nothing that could not be written again.
 

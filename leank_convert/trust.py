@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
@@ -20,7 +19,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.runtime_files import auto_map, needed_parts, read_runtime_files
 from leank_convert.fields import Fields
-from leank_convert.files import read_json, sha256_of
+from leank_convert.files import read_json_if_there, sha256_of
 
 _HINT = "look at what it is; pass `--trust` to let it run"
 # Twenty times the largest runtime file: what is larger need not be hashed.
@@ -49,7 +48,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
             f"`{architecture.leank_model_type}` checkpoint, such as {cut(expected['AutoConfig'])}",
             hint=_HINT,
         )
-    if "auto_map" in _read(folder / TOKENIZER_CONFIG_NAME):
+    if "auto_map" in read_json_if_there(folder / TOKENIZER_CONFIG_NAME):
         raise LeanKError(
             f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer needs any",
             hint=_HINT,
@@ -75,7 +74,7 @@ def check_config(folder: Path) -> None:
     """Check that transformers would read these files, and no kernels of a hub; raises LeanKError."""
     refuse_adapter(folder)
     path = folder / CONFIG_NAME
-    config = _read(path)
+    config = read_json_if_there(path)
     for key in OTHER_FILES_KEYS & config.keys():
         raise LeanKError(
             f"`{path}`: `{key}` is {cut(config[key])}, by which transformers would read another file instead",
@@ -110,7 +109,3 @@ def _python_files(folder: Path) -> Iterator[Path]:
                     f"{inner} in `{folder}` is a link to a folder, which is not looked into", hint=_HINT
                 )
         yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".py"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

@@ -22,6 +22,7 @@ from leank_convert.checkpoint_io import (
     CARD_NAME,
     CONFIG_NAME,
     INDEX_NAME,
+    TOKENIZER_CONFIG_NAME,
     Checkpoint,
     find_companions,
     open_checkpoint,
@@ -30,12 +31,7 @@ from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.adapter import converted_for, order_of, remove_converted
 from leank_convert.export.apply import write_shard
-from leank_convert.export.companions import (
-    copy_companions,
-    has_chat_template,
-    read_tokenizer_config,
-    write_files,
-)
+from leank_convert.export.companions import copy_companions, has_chat_template, write_files
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
@@ -52,7 +48,7 @@ from leank_convert.export.request import (
 from leank_convert.export.runtime_files import needed_parts, read_runtime_files
 from leank_convert.export.source_card import Source, find_base_model, read_licence
 from leank_convert.families import attention_tensor
-from leank_convert.files import sha256_of, sync_path, user_path, write_atomically
+from leank_convert.files import read_json_if_there, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.head_layout import bytes_of
 from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
@@ -235,12 +231,13 @@ def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried
     folder, facts = export.checkpoint.folder, export.facts
     name, known_as = model_name(export.request.model), export.provenance.model
     output = export.checkpoint.find(attention_tensor(0, "o_proj.weight"))
+    tokenizer = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
     source = Source(
         name,
         noted_name=identify_model(folder),
         base_model=export.request.base_model or find_base_model(folder, name, known_as),
         licence=read_licence(folder),
-        chats=has_chat_template(read_tokenizer_config(folder), find_companions(folder)[0]),
+        chats=has_chat_template(tokenizer, find_companions(folder)[0]),
         whole=export.checkpoint.whole,
     )
     size, windows = bytes_of(facts.dtype or (output.dtype if output else None)), export.choice.windows

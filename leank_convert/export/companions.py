@@ -11,7 +11,7 @@ from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, 
 from leank_convert.config_class import quiet_transformers
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import encode_json
-from leank_convert.files import read_json, write_atomically
+from leank_convert.files import read_json_if_there, write_atomically
 from leank_convert.tokenizer import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "tekken")
@@ -35,7 +35,8 @@ def copy_companions(folder: Path, target: Path) -> None:
         OSError: If a file cannot be read or written.
     """
     found, refers_to_code = read_companions(folder)
-    settings = {key: value for key, value in read_tokenizer_config(folder).items() if key != "auto_map"}
+    settings = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
+    settings.pop("auto_map", None)
     if has_tokenizer(found):
         try:
             chosen = find_tokenizer_class(folder)
@@ -72,7 +73,7 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
     """
     paths, others = find_companions(folder)
     found = {name: path.read_bytes() for name, path in paths.items()}
-    settings = read_tokenizer_config(folder)
+    settings = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
     refers_to_code = "auto_map" in settings
     left_out = [cut(name) for name in others]
     if refers_to_code:
@@ -95,12 +96,6 @@ def write_files(contents: Mapping[str, bytes], target: Path) -> None:
     for name, content in contents.items():
         (target / name).parent.mkdir(exist_ok=True)
         write_atomically(target / name, content)
-
-
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """A folder's tokenizer_config.json, empty where there is none; LeanKError if it is no JSON object."""
-    path = folder / TOKENIZER_CONFIG_NAME
-    return read_json(path) if path.is_file() else {}
 
 
 def find_tokenizer_class(folder: Path) -> str:

@@ -26,16 +26,11 @@ from leank_convert.checkpoint_io import (
 from leank_convert.config_class import complete_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
-from leank_convert.export.companions import (
-    find_tokenizer_class,
-    has_tokenizer,
-    names_class,
-    read_tokenizer_config,
-)
+from leank_convert.export.companions import find_tokenizer_class, has_tokenizer, names_class
 from leank_convert.export.fold import is_folded
 from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
-from leank_convert.files import sha256_of
+from leank_convert.files import read_json_if_there, sha256_of
 from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY
 from leank_convert.mask import MASK_FILE_NAME, load_mask
@@ -95,7 +90,7 @@ def _compare_companions(folder: Path, source: Path) -> str:
 
 
 def _compare_tokenizer_config(folder: Path, source: Path) -> None:
-    found, expected = (read_tokenizer_config(holder) for holder in (folder, source))
+    found, expected = (read_json_if_there(holder / TOKENIZER_CONFIG_NAME) for holder in (folder, source))
     named, own = found.get("tokenizer_class"), expected.get("tokenizer_class")
     for key in sorted((found.keys() | expected.keys()) - {"tokenizer_class", "auto_map"}):
         if found.get(key) != expected.get(key):
