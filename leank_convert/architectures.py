@@ -141,7 +141,9 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     if architecture.experts and _has_experts(values, architecture):
         _check_experts(fields)
     if len(full_layers) < layers and "linear_attention" in architecture.other_layers:
-        _check_linear_heads(fields)
+        linear = ("linear_num_value_heads", "linear_num_key_heads")
+        sizes = {key: fields.whole_number(key, 1, MAX_HEADS) for key in linear}
+        _check_multiple(origin, sizes, *linear)  # a forward pass would fail
     dtype = config.get("dtype") or config.get("torch_dtype")
     return ModelFacts(
         model_type=architecture.model_type,
@@ -189,12 +191,8 @@ def _check_sizes(fields: Fields, needed: tuple[str, ...] = _NEEDED) -> None:
         for key, largest in _LARGEST.items()
         if key in needed or key in stated
     }
-    heads = sizes["num_attention_heads"]
-    if heads % (kv_heads := sizes.get("num_key_value_heads", heads)):
-        raise LeanKError(
-            f"`{fields.origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` "
-            f"{kv_heads}"
-        )
+    if "num_key_value_heads" in sizes:
+        _check_multiple(fields.origin, sizes, "num_attention_heads", "num_key_value_heads")
     if sizes.get("head_dim", 0) % 2:
         raise fields.refused("head_dim", "not even: rope turns channels in pairs")
 
@@ -250,14 +248,9 @@ def _check_experts(fields: Fields) -> None:
         )
 
 
-def _check_linear_heads(fields: Fields) -> None:
-    """Check the numbers of heads of linear layers: a forward pass would fail where they do not divide."""
-    held = [fields.whole_number(f"linear_num_{kind}_heads", 1, MAX_HEADS) for kind in ("value", "key")]
-    if held[0] % held[1]:
-        raise LeanKError(
-            f"`{fields.origin}`: `linear_num_value_heads` {held[0]} is not a multiple of "
-            f"`linear_num_key_heads` {held[1]}"
-        )
+def _check_multiple(origin: str, sizes: Mapping[str, int], key: str, part: str) -> None:
+    if sizes[key] % sizes[part]:
+        raise LeanKError(f"`{origin}`: `{key}` {sizes[key]} is not a multiple of `{part}` {sizes[part]}")
 
 
 def _complete(config: Mapping[str, object], architecture: Architecture, origin: str) -> dict[str, Any]:
