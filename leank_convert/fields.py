@@ -29,15 +29,15 @@ class Fields:
     def number(self, key: str, least: float, most: float, *, below: bool = False) -> float:
         """A finite number within bounds, both included, or `below` the upper one; LeanKError if not."""
         value = self.values.get(key)
-        fits = isinstance(value, int | float) and least <= value <= most and not (below and value == most)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not fits:
+        outside = isinstance(value, bool) or (below and value == most)
+        if not isinstance(value, int | float) or outside or not least <= value <= most:
             bound = f"below {most:g}" if below else f"{most:g}"
             raise self.refused(key, f"not a number from {least:g} to {bound}")
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """True or false, `default` where it is missing; LeanKError if it is something else."""
-        value = self.values.get(key, default)
+    def flag(self, key: str) -> bool:
+        """True or false, false where it is missing; LeanKError if it is something else."""
+        value = self.values.get(key, False)
         if not isinstance(value, bool):
             raise self.refused(key, "neither true nor false")
         return value
