@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,10 @@ class Haystack:
             place += 1
 
 
-def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> Haystack:
-    """Read what the recipe names, less sentences with `control_tokens`; LeanKError if there is no text."""
+def open_haystack(section: HaystackSection, control: re.Pattern[str]) -> Haystack:
+    """Read what the recipe names, less sentences with `control` tokens; LeanKError if there is no text."""
     if section.source is None:
         return Haystack()
-    control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
     texts = list(_read_texts(section, section.source))
     sentences = [sentence for text in texts for sentence in _split(text) if not control.search(sentence)]
     if not sentences:
@@ -69,9 +68,10 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
     return Haystack(sentences, control.sub("", "\n\n".join(texts)))
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """What a tokenizer takes for control tokens wherever it stands."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    found = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return re.compile("|".join(map(re.escape, found)) or r"(?!)")
 
 
 def _read_texts(section: HaystackSection, source: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class Question(NamedTuple):
     article: tuple[str, ...] = ()  # SQuAD's paragraphs around it and its own, which fill a prompt first
 
 
-def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question]:
+def read_questions(path: Path, control: re.Pattern[str]) -> list[Question]:
     """Read questions in the order of a .json or .jsonl file of records, or SQuAD's .json.
 
     None on documents with a tokenizer's control tokens is used, which it takes for those wherever they stand.
@@ -42,7 +42,6 @@ def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question
     """
     if path.suffix not in (".json", ".jsonl"):
         raise LeanKError(f"question file `{path}` has the suffix `{path.suffix}`", hint=_FORM)
-    control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
     questions = []
     for place, record in list(read_records(path, "question file", field="data")):
         is_squad = "paragraphs" in record

@@ -14,9 +14,9 @@ from tests.checks import refusal, section
 STORY = [f"Chapter {n} is about the number {n}, and {'very ' * (n % 7)}little else." for n in range(400)]
 
 
-def read(source, count=1000, control_tokens=(), **values):
+def read(source, count=1000, control="(?!)", **values):
     """The first sentences that come out of a source, from its first on."""
-    opened = open_haystack(HaystackSection(source=str(source), **values), control_tokens)
+    opened = open_haystack(HaystackSection(source=str(source), **values), re.compile(control))
 
     class First(random.Random):
         def randrange(self, *args):
@@ -69,7 +69,7 @@ def test_another_column_is_read_of_a_file_whose_name_looks_like_a_pattern(tmp_pa
 def test_sentences_with_control_tokens_are_left_out(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("One. Two <s> struck </s> out. Three. Four<|eot|>.")
-    assert read(path, count=2, control_tokens=["<s>", "</s>", "<|eot|>"]) == ["One.", "Three."]
+    assert read(path, count=2, control=r"</?s>|<\|eot\|>") == ["One.", "Three."]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def write(tmp_path):
 @pytest.mark.parametrize("lines", [False, True])
 def test_records_are_read_in_order(write, records, lines):
     path = write("a.jsonl", "\n".join(map(json.dumps, records))) if lines else write("a.json", records)
-    assert read_questions(path, ()) == [
+    assert read_questions(path, re.compile("(?!)")) == [
         Question(record["question"], tuple(record["answers"]), tuple(record["documents"]))
         for record in records
     ]
@@ -52,12 +52,12 @@ def test_squads_questions_that_have_answers_are_read_with_their_paragraphs(write
         json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": paragraphs}]}, indent=indent),
     )
     article = ("Rivers run down.", "Iron rusts.")
-    assert read_questions(path, ()) == [Question("What?", ("down",), article[:1], article)]
+    assert read_questions(path, re.compile("(?!)")) == [Question("What?", ("down",), article[:1], article)]
 
 
 def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
     rows = [RECORD, {**RECORD, "question": "Two</s>?"}, {**RECORD, "documents": ["Three <s>."]}]
-    assert [asked.text for asked in read_questions(write("a.json", rows), ["<s>", "</s>"])] == ["One?"]
+    assert [asked.text for asked in read_questions(write("a.json", rows), re.compile("</?s>"))] == ["One?"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
 def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path, name, content, message):
     path = tmp_path / name if content is None else write(name, content)
     with refusal(message):
-        read_questions(path, ())
+        read_questions(path, re.compile("(?!)"))
 
 
 def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
