@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -44,38 +45,34 @@ class _TwoLines(Progress):
 
 
 class _Lines:
-    """Prints a line when it is moved on, at most every `_LINE_SECONDS`."""
+    """Prints a line when a task was moved on, at most every `_LINE_SECONDS`."""
 
-    def __init__(self, what: str, total: int, done: int, clock: Callable[[], float]) -> None:
-        self._what, self._total, self._done, self._clock = what, total, done, clock
-        self._first_done = done
+    def __init__(self, task: Task, clock: Callable[[], float]) -> None:
+        self._task, self._clock, self._first_done = task, clock, task.completed
         self._began = clock()
         self._next = self._began + _FIRST_LINE_SECONDS
-        self._figures = ""
-        self._printed: int | None = None
+        self._printed: float | None = None
 
-    def advance(self, count: int = 1, /, *, what: str | None = None, figures: str = "") -> None:
-        self._done += count
-        self._what, self._figures = what or self._what, figures
+    def move(self) -> None:
         if self._clock() >= self._next:
             self._print()
 
     def close(self, always: bool) -> None:
         """Print how far it came, unless the last line said so, or it was over before the first."""
-        if self._printed != self._done and (always or self._printed is not None):
+        if self._printed != self._task.completed and (always or self._printed is not None):
             self._print()
 
     def _print(self) -> None:
-        now = self._clock()
-        elapsed, done = now - self._began, self._done - self._first_done
-        line = f"{self._what}: {self._done}/{self._total}, {_render_time(elapsed)} elapsed"
-        if done and self._done < self._total:
-            line += f", {_render_time(elapsed / done * (self._total - self._done))} left"
-        if self._figures:
-            line += f"  {self._figures}"
+        now, task = self._clock(), self._task
+        elapsed, done = now - self._began, task.completed - self._first_done
+        line = f"{task.description}: {task.completed}/{task.total}, {_render_time(elapsed)} elapsed"
+        if done and (left := task.remaining or 0) > 0:
+            line += f", {_render_time(elapsed / done * left)} left"
+        if task.fields["figures"]:
+            line += f"  {task.fields['figures']}"
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-        self._printed = self._done
+        self._printed = task.completed
         self._next = now + _LINE_SECONDS
 
 
@@ -100,13 +97,7 @@ def progress_bar(
     in seconds.
     """
     console = Console(stderr=True)
-    if shown and not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
-        lines = _Lines(what, total, done, clock)
-        try:
-            yield lines.advance
-        finally:
-            lines.close(stays)
-        return
+    is_drawn = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))
     bar = _TwoLines(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -116,13 +107,20 @@ def progress_bar(
         TimeRemainingColumn(),
         console=console,
         transient=not stays,
-        disable=not shown,
+        disable=not (shown and is_drawn),
         speed_estimate_period=_ESTIMATE_SECONDS,
     )
     task = bar.add_task(what, total=total, completed=done, figures="")
+    lines = _Lines(bar.tasks[0], clock) if shown and not is_drawn else None
 
     def advance(count: int = 1, /, *, what: str | None = None, figures: str = "") -> None:
         bar.update(task, advance=count, description=what, figures=figures)
+        if lines is not None:
+            lines.move()
 
-    with bar:
-        yield advance
+    try:
+        with bar:
+            yield advance
+    finally:
+        if lines is not None:
+            lines.close(stays)
