@@ -34,8 +34,8 @@ def copy_companions(folder: Path, target: Path) -> None:
         LeanKError: If tokenizer_config.json is no JSON object.
         OSError: If a file cannot be read or written.
     """
-    found, refers_to_code = read_companions(folder)
-    settings = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
+    found, settings = read_companions(folder)
+    refers_to_code = "auto_map" in settings
     settings.pop("auto_map", None)
     if has_tokenizer(found):
         try:
@@ -65,8 +65,8 @@ def has_chat_template(settings: Mapping[str, Any], names: Iterable[str]) -> bool
     return "chat_template" in settings or any("chat_template" in name for name in names)
 
 
-def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
-    """Read a model's companions by name, data alone, and whether the tokenizer refers to code.
+def read_companions(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Read a model's companions by name, data alone, and its tokenizer_config.json, references to code in it.
 
     One warning says what is left out because it is code. LeanKError if tokenizer_config.json is no JSON
     object, OSError if a file cannot be read.
@@ -74,11 +74,10 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
     paths, others = find_companions(folder)
     found = {name: path.read_bytes() for name, path in paths.items()}
     settings = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
-    refers_to_code = "auto_map" in settings
     left_out = [cut(name) for name in others]
-    if refers_to_code:
-        del settings["auto_map"]
-        found[TOKENIZER_CONFIG_NAME] = encode_json(settings)
+    if "auto_map" in settings:
+        data = {key: value for key, value in settings.items() if key != "auto_map"}
+        found[TOKENIZER_CONFIG_NAME] = encode_json(data)
         left_out.insert(0, f"`auto_map` of `{TOKENIZER_CONFIG_NAME}`")
     if left_out:
         _logger.warning(
@@ -88,7 +87,7 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
             ", ".join(left_out[:_NAMED])
             + (f" and {len(left_out) - _NAMED} more" if left_out[_NAMED:] else ""),
         )
-    return found, refers_to_code
+    return found, settings
 
 
 def write_files(contents: Mapping[str, bytes], target: Path) -> None:
