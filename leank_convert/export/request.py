@@ -106,7 +106,6 @@ def resolve_export(request: ExportRequest) -> Export:
     Raises:
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong.
     """
-    check_folder(request.out)
     check_base_model(request.base_model)
     recover(request.out)  # a training's mask may be among what is left to move
     choice = choose(request)
