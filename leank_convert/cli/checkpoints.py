@@ -33,11 +33,8 @@ def verify(folder: Path, source: str | None, as_json: bool) -> None:
     from leank_convert.verify import verify_checkpoint
 
     report = verify_checkpoint(folder, source)
-    if as_json:
-        click.echo(json.dumps(report.to_dict()))
-    else:
-        rows = [("ok" if check.ok else "FAIL", f"{check.name}: {check.detail}") for check in report.checks]
-        click.echo("\n".join(listing(rows)))
+    rows = [("ok" if check.ok else "FAIL", f"{check.name}: {check.detail}") for check in report.checks]
+    click.echo(json.dumps(report.to_dict()) if as_json else "\n".join(listing(rows)))
     if not report.ok:
         sys.exit(1)
 
