@@ -141,9 +141,8 @@ def _compare_headers(
                 f"export of this source {folds} the basis of V into its weights"
             )
     edits = plan_edits(original, facts, leank["head_permutation"], basis)
-    added: set[str] = set()
-    if leank.get("kv_scales") is not None:
-        added.update(name for layer in name_scale_tensors(facts) for name in layer)
+    is_scaled = leank.get("kv_scales") is not None
+    added = {name for layer in name_scale_tensors(facts) for name in layer if is_scaled}
     # By name: whoever saves a checkpoint anew may deal tensors to files in another way.
     ours, theirs = (
         {name: info for header in folder.shards.values() for name, info in header.tensors.items()}
