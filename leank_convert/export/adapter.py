@@ -30,7 +30,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.plan import TensorEdit, bases_by_layer, list_stock_tensors, plan_edit
+from leank_convert.export.plan import TensorEdit, list_stock_tensors, plan_edit
 from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
@@ -208,9 +208,7 @@ def _plan(
     origin: str,
 ) -> dict[str, TensorEdit]:
     """The adapter's tensors that move, by name."""
-    bases, path = bases_by_layer(facts, value_basis), header.path
-    orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
-    shapes = list_stock_tensors(facts, origin=origin)
+    path, shapes = header.path, list_stock_tensors(facts, origin=origin)
     modules = [name.removeprefix("model.").removesuffix(".weight") for name in shapes]
     if not any(module in name for name in header.tensors for module in modules):
         raise LeanKError(
@@ -237,7 +235,7 @@ def _plan(
                 hint="name the model that the adapter was trained on, or its checkpoint",
             )
         name = f"{module}.{part.removeprefix('base_layer.')}" if is_whole else weight
-        edit = plan_edit(name, tensor.shape if is_whole else shape, facts, orders, bases)
+        edit = plan_edit(name, tensor.shape if is_whole else shape, facts, head_permutation, value_basis)
         if edit is None or not (is_whole or edit.dim == dim):
             continue
         if edit.bases is not None and "magnitude" in part:
@@ -261,7 +259,7 @@ def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
             f"`{path}` is not the mask of this checkpoint, whose basis of V is in its weights",
             hint="copy or export the checkpoint again",
         )
-    return basis
+    return basis.double()
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -131,18 +130,16 @@ def plan_edits(
     cannot be permuted.
     """
     check_quantization(checkpoint)
-    if value_basis is not None and not is_folded_into(checkpoint, facts):
-        value_basis = None
+    if value_basis is not None:
+        value_basis = value_basis.double() if is_folded_into(checkpoint, facts) else None
     for layer in range(facts.num_hidden_layers):
         check_cache_scales(checkpoint, layer)
-    orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
-    bases = bases_by_layer(facts, value_basis)
     shapes = list_stock_tensors(facts, origin=str(checkpoint.folder / CONFIG_NAME))
     if facts.tie_word_embeddings and checkpoint.find(_HEAD) is None:
         shapes.pop(_HEAD, None)
     edits: dict[str, TensorEdit] = {}
     for name, shape in {**_find_more_biases(checkpoint, shapes), **shapes}.items():
-        edit = plan_edit(name, shape, facts, orders, bases)
+        edit = plan_edit(name, shape, facts, head_permutation, value_basis)
         if not is_quantized(checkpoint, name):
             _expect(checkpoint, name, shape)
             edits.update({} if edit is None else {name: edit})
@@ -174,33 +171,27 @@ def list_stock_tensors(facts: ModelFacts, *, origin: str) -> dict[str, tuple[int
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def bases_by_layer(facts: ModelFacts, value_basis: Tensor | None) -> dict[int, tuple[Tensor, ...]]:
-    """A basis of V [L, H_kv, D, D] by the layer's number and head, float64; none of None."""
-    if value_basis is None:
-        return {}
-    return dict(zip(facts.layers, map(tuple, value_basis.double()), strict=True))
-
-
 def plan_edit(
     name: str,
     shape: tuple[int, ...],
     facts: ModelFacts,
-    orders: Mapping[int, tuple[int, ...]],
-    bases: Mapping[int, tuple[Tensor, ...]] = MappingProxyType({}),
+    head_permutation: Sequence[Sequence[int]],
+    value_basis: Tensor | None = None,
 ) -> TensorEdit | None:
-    """Plan the edit of one of a model's tensors; None for one that stays as it is.
+    """Plan the edit of one of a model's tensors, as `plan_edits`; None for one that stays as it is.
 
-    `orders` is `[new] = old` of the KV heads of every pruned layer, by its number, and `bases` what is folded
-    into their V and O.
+    The basis is in float64.
     """
     match = _ATTENTION_TENSOR.fullmatch(name)
-    if match is None or int(match["layer"]) not in orders or (match["norm"] and shape == (facts.head_dim,)):
+    layer = -1 if match is None else int(match["layer"])
+    if match is None or layer not in facts.layers or (match["norm"] and shape == (facts.head_dim,)):
         return None
-    layer, folded = int(match["layer"]), None
-    order = orders[layer]
-    if layer in bases and (match["of_output"] or match["fused"] or match["of_input"] == "v_proj"):
+    place, folded = facts.layers.index(layer), None
+    order = tuple(head_permutation[place])
+    folds = match["of_output"] or match["fused"] or match["of_input"] == "v_proj"
+    if value_basis is not None and folds:
         before = facts.num_attention_heads + facts.num_key_value_heads if match["fused"] else 0
-        folded = (*(None,) * before, *bases[layer])
+        folded = (*(None,) * before, *value_basis[place])
     permutation = _fused_order(facts, order) if match["fused"] else order
     return TensorEdit(1 if match["of_output"] else 0, permutation, bases=folded)
 
