@@ -9,6 +9,7 @@ import click
 from leank_convert.cli.options import (
     MAX_COUNT,
     SEED,
+    check_beside,
     device_option,
     json_option,
     print_result,
@@ -50,11 +51,8 @@ def analyze(
     whether the same channels are large in every task and at every length, and which heads live on high
     frequencies. Writes files only with --out.
     """
-    if model is None:
-        options = {"--recipe": recipe_name, "--set": overrides or None, "--device": device}
-        for name, given in {**options, "--num-samples": num_samples, "--seed": seed}.items():
-            if given is not None:
-                raise click.UsageError(f"{name} goes with --model")
+    given = {"--recipe": recipe_name, "--set": overrides, "--device": device}
+    check_beside("--model", model is not None, {**given, "--num-samples": num_samples, "--seed": seed})
     from leank_convert.analyze.report import AnalysisReport, check_writable, load_artifact
     from leank_convert.report.distribution import analyze_mask
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from leank_convert.cli.options import (
+    check_beside,
     device_option,
     hub_options,
     kv_dtype_option,
@@ -67,15 +68,13 @@ def export(
     check_hub_options(base_model, repo_id, private)
     measures = kv_dtype is not None or key_mean or value_pruning_ratio is not None
     options = check_choices(model, out, mask_path, measures=measures, base_model=base_model, **choices)
-    if force and kv_dtype is None:
-        raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
+    check_beside("--kv-dtype, whose cache is tried", kv_dtype is not None, {"--force": force})
     from leank_convert.checkpoint_io import ADAPTER_FOLDER
     from leank_convert.export import adapter as adapters
 
-    beside = out / ADAPTER_FOLDER
+    beside, overwrite = out / ADAPTER_FOLDER, choices["overwrite"]
     if adapter is not None:
-        given = {"model": model, "checkpoint": out, "overwrite": choices["overwrite"]}
-        adapters.check_adapter(adapter, beside, **given)
+        adapters.check_adapter(adapter, beside, model=model, checkpoint=out, overwrite=overwrite)
     if measures:
         quiet_transformers()
         from leank_convert.convert import export_model
@@ -83,15 +82,12 @@ def export(
         options |= {"key_mean": key_mean, "value_pruning_ratio": value_pruning_ratio, "force": force}
         export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
     else:
-        if device is not None:
-            raise click.UsageError(
-                "--device goes with --kv-dtype, --key-mean and --value-pruning-ratio, which measure there"
-            )
+        measuring = "--kv-dtype, --key-mean and --value-pruning-ratio, which measure there"
+        check_beside(measuring, False, {"--device": device})
         from leank_convert.export import export_checkpoint
 
         export_checkpoint(model, mask_path, out, **options)
     if adapter is not None:
-        overwrite = choices["overwrite"]
         click.echo(adapters.convert_adapter(adapter, out, beside, base_model=repo_id, overwrite=overwrite))
     finish_export(out, repo_id, private, adapter=adapter is not None)
 
@@ -175,8 +171,7 @@ def check_hub_options(base_model: str | None, repo_id: str | None, private: bool
     from leank_convert.hub import check_base_model, check_repo_id
 
     check_base_model(base_model)
-    if private and repo_id is None:
-        raise click.UsageError("--private goes with --push-to-hub")
+    check_beside("--push-to-hub", repo_id is not None, {"--private": private})
     if repo_id is not None:
         check_repo_id(repo_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -176,6 +176,13 @@ hub_options = _together(
         help="What MODEL is called on the hub, for the model card. Default: what is known of it.",
     ),
 )
+
+
+def check_beside(other: str, is_there: bool, given: Mapping[str, object]) -> None:
+    """Refuse options, by the names that they are given by, which mean nothing without another."""
+    for name, value in given.items():
+        if not is_there and value not in (None, ()) and value is not False:
+            raise click.UsageError(f"{name} goes with {other}")
 
 
 def print_result(result: Any, render: Callable[[Any], str], out: Path | None, *, as_json: bool) -> None:

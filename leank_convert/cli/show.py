@@ -7,7 +7,7 @@ import re
 
 import click
 
-from leank_convert.cli.options import MAX_TOKENS, json_option
+from leank_convert.cli.options import MAX_TOKENS, check_beside, json_option
 from leank_convert.errors import LeanKError, shorten
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -57,9 +57,7 @@ def inspect(
     """
     from leank_convert.inspection import inspect_artifact, render_inspection
 
-    for name, value in (("--tokens", tokens), ("--kv-dtype", kv_dtype)):
-        if value is not None and memory is None:
-            raise click.UsageError(f"{name} goes with --memory")
+    check_beside("--memory", memory is not None, {"--tokens": tokens, "--kv-dtype": kv_dtype})
     facts = inspect_artifact(path, memory, tokens or 8192, kv_dtype)
     if with_recipe and not (facts.get("provenance") or {}).get("recipe"):
         raise LeanKError(

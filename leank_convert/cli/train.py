@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from leank_convert.cli.export import (
 from leank_convert.cli.options import (
     SEED,
     FiniteRange,
+    check_beside,
     hub_options,
     kv_dtype_option,
     method_options,
+    print_result,
     recipe_option,
     results_option,
     set_option,
@@ -92,8 +93,7 @@ def train(
         raise click.UsageError("--mask-only writes no model card that --base-model could be in")
     if mask_only and kv_dtype:
         raise click.UsageError("--mask-only writes no checkpoint that --kv-dtype could be of")
-    if as_json and not dry_run:
-        raise click.UsageError("--json goes with --dry-run")
+    check_beside("--dry-run", dry_run, {"--json": as_json})
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     check_hub_options(base_model, repo_id, private)
@@ -117,11 +117,11 @@ def train(
     quiet_transformers()
     if dry_run:
         from leank_convert.device import is_first_process
-        from leank_convert.train.forecast import forecast
+        from leank_convert.train.forecast import Forecast, forecast
 
         if is_first_process():
             found = forecast(model, recipe, device=device)
-            click.echo(json.dumps(found.to_dict()) if as_json else found.render(), nl=as_json)
+            print_result(found, Forecast.render, None, as_json=as_json)
         return
     assert out is not None
     from leank_convert.convert import convert_model
