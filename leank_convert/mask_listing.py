@@ -22,6 +22,7 @@ picks one of several, with `--value-pruning-ratio` one that prunes V, too;
 `--mask` takes one by its name.
 `leank-convert inspect NAME` shows all that is known of a mask.
 """
+_TOLD = ("model", "sink_size", "recent_size", "flush_size", "source", "evaluated")
 
 
 def render_masks(*, as_json: bool = False) -> str:
@@ -46,14 +47,9 @@ def _describe(path: Path) -> dict[str, Any]:
         raise LeanKError(f"mask `{path}` does not say what model it is for")
     return {
         "name": path.stem,
-        "model": known.model,
         "pruning_ratio_asked": float(percent(path)) / 100,  # the ratio that picks it
         "pruning_ratio": mask.pruning_ratio,
         "value_pruning_ratio": 0.0 if mask.value_widths is None else mask.value_pruning_ratio,
-        "sink_size": known.sink_size,
-        "recent_size": known.recent_size,
-        "flush_size": known.flush_size,
         "made_by": known.maker,
-        "source": known.source,  # where it was published, under what copyright and licence
-        "evaluated": known.evaluated,
+        **{key: getattr(known, key) for key in _TOLD},
     }
