@@ -39,14 +39,21 @@ def _find_quantized(checkpoint: Checkpoint, facts: ModelFacts) -> str | None:
     """The first weight of V or O that is no plain floats; LeanKError if one is missing."""
     for layer in facts.layers:
         for name in (_values_of(checkpoint, layer), attention_tensor(layer, "o_proj.weight")):
-            module = name.removesuffix(".weight")
-            beside = {*checkpoint.names_in(module), *checkpoint.names_in(name)} - {name, f"{module}.bias"}
             found = checkpoint.find(name)
-            if beside or (found is not None and found.dtype not in FLOAT_DTYPES):
+            if stored_in(checkpoint, name) - {"weight"} or (
+                found is not None and found.dtype not in FLOAT_DTYPES
+            ):
                 return name
             if found is None:
                 raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing")
     return None
+
+
+def stored_in(checkpoint: Checkpoint, weight: str) -> set[str]:
+    """Names within a weight's module of all that it is stored in."""
+    stem = weight.removesuffix(".weight")
+    names = (*checkpoint.names_in(stem), *checkpoint.names_in(weight))
+    return {name[len(stem) + 1 :] for name in names} - {"bias"}
 
 
 def check_values_belong(

@@ -19,6 +19,7 @@ from leank_convert.checkpoint_io import CONFIG_NAME, FLOAT_DTYPES, Checkpoint
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import attention_tensor
 from leank_convert.safetensors_file import TensorInfo
+from leank_convert.value_weights import stored_in
 
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 _BESIDE = {"weight_scale": "OI", "weight_scale_inv": "OI", "weight_zero_point": "OI"}
@@ -94,7 +95,7 @@ def is_quantized(checkpoint: Checkpoint, weight: str) -> bool:
     """Whether a weight is there in another form than a plain tensor, in a checkpoint of quantized weights."""
     if checkpoint.config.get("quantization_config") is None:
         return False
-    found, stored = checkpoint.find(weight), _stored(checkpoint, weight)
+    found, stored = checkpoint.find(weight), stored_in(checkpoint, weight)
     if found is not None:
         return found.dtype not in FLOAT_DTYPES or bool(stored - {"weight"})
     stem = weight.removesuffix(".weight")
@@ -106,7 +107,7 @@ def is_quantized(checkpoint: Checkpoint, weight: str) -> bool:
 def check_scaled(checkpoint: Checkpoint, weight: str) -> None:
     """Refuse, by a LeanKError, a quantized weight without the scale that its layout is known to give it."""
     found, method = checkpoint.find(weight), _method(checkpoint) or ""
-    stored = _stored(checkpoint, weight)
+    stored = stored_in(checkpoint, weight)
     coded = stored & _PACKED or (found is not None and found.dtype in _BYTE_DTYPES)
     if method in _LAYOUTS and coded and not stored & _SCALES:
         raise LeanKError(
@@ -123,7 +124,7 @@ def find_moving(
     By name, of how many runs, one behind the other, each is: in each the blocks change places. LeanKError if
     the weight cannot be permuted exactly.
     """
-    method, stored = _method(checkpoint) or "", _stored(checkpoint, weight)
+    method, stored = _method(checkpoint) or "", stored_in(checkpoint, weight)
     layout = _LAYOUTS.get(method)
     if layout is None:
         raise _refused(weight, method, "stores weights in a layout that is not known here")
@@ -214,13 +215,6 @@ def _method(checkpoint: Checkpoint) -> str | None:
     given = checkpoint.config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     return method if isinstance(method, str) else None
-
-
-def _stored(checkpoint: Checkpoint, weight: str) -> set[str]:
-    """Names within a weight's module of all that it is stored in."""
-    stem = weight.removesuffix(".weight")
-    names = (*checkpoint.names_in(stem), *checkpoint.names_in(f"{stem}.weight"))
-    return {name[len(stem) + 1 :] for name in names} - {"bias"}
 
 
 def _refused(weight: str, method: str, reason: str) -> LeanKError:
