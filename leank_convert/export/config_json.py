@@ -39,15 +39,11 @@ def build_leank_facts(
 
     `folds_values` tells whether a basis of V is in the weights, else the runtime rotates V into it.
     """
-    orders = layout.head_permutation
-    values: dict[str, Any] = {}
-    if mask.value_widths is not None:
-        values = {VALUE_WIDTHS_KEY: in_checkpoint_order(mask.value_widths, orders).tolist()}
-        values |= {} if folds_values else {VALUE_BASIS_KEY: True}
+    orders, values = layout.head_permutation, mask.value_widths
     return {
         "format_version": FORMAT_VERSION,
         "widths": [list(layer) for layer in layout.widths],
-        "head_permutation": [list(layer) for layer in layout.head_permutation],
+        "head_permutation": [list(layer) for layer in orders],
         "channel_masks": encode_masks(in_checkpoint_order(mask.channel_mask, orders)),
         **windows.sizes,
         "prune": windows.prune,
@@ -58,7 +54,8 @@ def build_leank_facts(
         **cache,
         **({} if known.layers is None else {LAYERS_KEY: list(known.layers)}),
         **({} if mask.key_mean is None else {KEY_MEAN_KEY: True}),
-        **values,
+        **({} if values is None else {VALUE_WIDTHS_KEY: in_checkpoint_order(values, orders).tolist()}),
+        **({} if values is None or folds_values else {VALUE_BASIS_KEY: True}),
     }
 
 
