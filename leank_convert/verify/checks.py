@@ -49,22 +49,17 @@ class Checks:
 
     def holds(self, name: str, look: Callable[[], str]) -> bool:
         """Look at something: what `look` returns is its detail, a LeanKError that it raises its failure."""
-        try:
-            self.made.append(Check(name, True, look()))
-        except LeanKError as error:
-            self.made.append(Check(name, False, error.message))
-        return self.made[-1].ok
+        return self.value(name, lambda: (True, look())) is not None
 
     def value(self, name: str, look: Callable[[], tuple[_Value, str]]) -> _Value | None:
         """Look at something that later checks need; `look` returns it and the detail. None where it fails."""
-        values: list[_Value] = []
-
-        def keep() -> str:
+        try:
             value, detail = look()
-            values.append(value)
-            return detail
-
-        return values[0] if self.holds(name, keep) else None
+        except LeanKError as error:
+            self.made.append(Check(name, False, error.message))
+            return None
+        self.made.append(Check(name, True, detail))
+        return value
 
     def digests(self, folder: Path, files: Mapping[str, object], *, listed_in: str) -> None:
         """Compare every file that is listed with its SHA-256; each that differs is a check of its own."""
