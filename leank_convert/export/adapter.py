@@ -163,7 +163,7 @@ def check_adapter(
     if model is not None:
         source = resolve_model(model)
         facts = read_model_facts(read_config(source), origin=str(source / CONFIG_NAME))
-        _plan(header, facts, [[*range(facts.num_key_value_heads)]] * len(facts.layers), None, str(source))
+        _plan(header, facts, None, None, str(source))
     return settings, header
 
 
@@ -203,7 +203,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _plan(
     header: SafetensorsHeader,
     facts: ModelFacts,
-    head_permutation: list[list[int]],
+    head_permutation: list[list[int]] | None,
     value_basis: Tensor | None,
     origin: str,
 ) -> dict[str, TensorEdit]:

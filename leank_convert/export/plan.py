@@ -115,7 +115,7 @@ def _plan_scales(
 def plan_edits(
     checkpoint: Checkpoint,
     facts: ModelFacts,
-    head_permutation: Sequence[Sequence[int]],
+    head_permutation: Sequence[Sequence[int]] | None = None,
     value_basis: Tensor | None = None,
 ) -> dict[str, TensorEdit]:
     """Plan the edits of a new order of heads, by tensor, and check all of a model's tensors.
@@ -125,9 +125,9 @@ def plan_edits(
     mixed, and a norm `[D]` is shared by all heads: both stay. Scales of a quantized projection move with what
     they belong to.
 
-    The order is `[pruned layer][new] = old`, of KV heads; a basis of V [L, H_kv, D, D], in the old order, is
-    folded into V and O where it can be. LeanKError if a tensor is missing or of another shape or dtype, or
-    cannot be permuted.
+    The order is `[pruned layer][new] = old`, of KV heads, by default the model's own; a basis of V
+    [L, H_kv, D, D], in the old order, is folded into V and O where it can be. LeanKError if a tensor is
+    missing or of another shape or dtype, or cannot be permuted.
     """
     check_quantization(checkpoint)
     if value_basis is not None:
@@ -175,7 +175,7 @@ def plan_edit(
     name: str,
     shape: tuple[int, ...],
     facts: ModelFacts,
-    head_permutation: Sequence[Sequence[int]],
+    head_permutation: Sequence[Sequence[int]] | None = None,
     value_basis: Tensor | None = None,
 ) -> TensorEdit | None:
     """Plan the edit of one of a model's tensors, as `plan_edits`; None for one that stays as it is.
@@ -187,7 +187,7 @@ def plan_edit(
     if match is None or layer not in facts.layers or (match["norm"] and shape == (facts.head_dim,)):
         return None
     place, folded = facts.layers.index(layer), None
-    order = tuple(head_permutation[place])
+    order = tuple(range(facts.num_key_value_heads) if head_permutation is None else head_permutation[place])
     folds = match["of_output"] or match["fused"] or match["of_input"] == "v_proj"
     if value_basis is not None and folds:
         before = facts.num_attention_heads + facts.num_key_value_heads if match["fused"] else 0

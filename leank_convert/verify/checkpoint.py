@@ -150,7 +150,7 @@ def _check_headers(folder: Path) -> tuple[Checkpoint, str]:
 
 
 def _check_shapes(checkpoint: Checkpoint, facts: ModelFacts) -> str:
-    plan_edits(checkpoint, facts, [range(facts.num_key_value_heads)] * len(facts.layers))
+    plan_edits(checkpoint, facts)
     return f"{facts.num_hidden_layers} layers"
 
 

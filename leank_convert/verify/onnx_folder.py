@@ -110,9 +110,8 @@ def _compare_with_source(model: LeanKOnnx, source: Checkpoint, mask: ChannelMask
 
 def _fold(stock: Any, source: Checkpoint, facts: ModelFacts, basis: Tensor) -> None:
     """Fold a basis of V [L, H_kv, D, D] into a model's weights, rounded as an export rounds them."""
-    order = [range(facts.num_key_value_heads)] * len(facts.layers)
     weights = dict(stock.named_parameters())
-    for name, edit in plan_edits(source, facts, order, basis).items():
+    for name, edit in plan_edits(source, facts, value_basis=basis).items():
         stored = source.find(name)
         if edit.bases is None or stored is None or name not in weights:  # the class may lack a bias
             continue
