@@ -152,7 +152,22 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
     with host_errors():
         description.check_file(MASK_FILE_NAME)
     try:
-        return _describe_onnx(path, description, mask)
+        content = description.content
+        files = [(name, path / name) for name in description.files]
+        return {
+            "kind": "onnx",
+            "path": str(path),
+            **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
+            **_describe_widths(
+                content["widths"], description.head_dim, content["dtype"], None, content.get(VALUE_WIDTHS_KEY)
+            ),
+            **_describe_origin(mask),
+            "model": content["model"]["name"],
+            "model_type": content["model"]["model_type"],
+            "windows": {key: content[key] for key in WINDOW_SIZES},
+            "head_permutation": content["head_permutation"],
+            "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
+        }
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # sealed, but not by an export
         raise LeanKError(
             f"`{path / ONNX_DESCRIPTION_NAME}` lacks a value, or has one of no use "
@@ -161,34 +176,12 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _describe_onnx(path: Path, description: Any, mask: ChannelMask) -> dict[str, Any]:
-    content = description.content
-    files = [(name, path / name) for name in description.files]
-    return {
-        "kind": "onnx",
-        "path": str(path),
-        **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
-        **_describe_widths(
-            content["widths"],
-            description.head_dim,
-            content["dtype"],
-            value_widths=content.get(VALUE_WIDTHS_KEY),
-        ),
-        **_describe_origin(mask),
-        "model": content["model"]["name"],
-        "model_type": content["model"]["model_type"],
-        "windows": {key: content[key] for key in WINDOW_SIZES},
-        "head_permutation": content["head_permutation"],
-        "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
-    }
-
-
 def _describe_widths(
     widths: Sequence[Sequence[int]],
     head_dim: int,
     dtype: str | None,
-    kv_dtype: str | None = None,
-    value_widths: Sequence[Sequence[int]] | None = None,
+    kv_dtype: str | None,
+    value_widths: Sequence[Sequence[int]] | None,
 ) -> dict[str, Any]:
     element_bytes = bytes_of(dtype)
     cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype, value_widths)
