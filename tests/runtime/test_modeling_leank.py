@@ -17,6 +17,12 @@ from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed, fe
 from tests.tiny_families import OPTIONS
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+LOOKUP = GenerationConfig(prompt_lookup_num_tokens=3)
+
+
+@pytest.fixture
+def pair(model_pair):
+    return model_pair([[0, 4], [4, 8]])
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -78,8 +84,7 @@ def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, fam
     assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
 
 
-def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_deferred_generate_gives_the_same_for_any_chunk_size(pair):
     expected = pair.leank.generate(**padded_batch(), **GREEDY).tolist()
     for size in (1, 4, 20):
         ours = pair.leank.generate(**padded_batch(), **GREEDY, prefill_chunk_size=size, prune="deferred")
@@ -88,8 +93,7 @@ def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair):
     assert eager.tolist() != expected
 
 
-def test_prune_is_taken_from_argument_then_generation_config_then_config(model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_prune_is_taken_from_argument_then_generation_config_then_config(pair):
     model = pair.leank
     settings = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 1, "min_new_tokens": 1}
 
@@ -107,9 +111,8 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
         model.generate(one_row(), prune="lazy")
 
 
-def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair):
-    model = model_pair([[0, 4], [4, 8]]).leank
-    cache = feed(model, one_row())[CACHE]
+def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(pair):
+    model, cache = pair.leank, feed(pair.leank, one_row())[CACHE]
     model.generation_config.prune = "deferred"
     tokens = torch.cat([one_row(), one_row(3)], dim=1)
     with pytest.raises(ValueError, match="it cannot change to `deferred`"):
@@ -121,16 +124,14 @@ def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair):
     assert empty.prune == "deferred"
 
 
-def test_inputs_embeds_give_what_ids_give(model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_inputs_embeds_give_what_ids_give(pair):
     batch = padded_batch()
     embeds = pair.leank.get_input_embeddings()(batch["input_ids"])
     ours = pair.leank.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
     assert ours.tolist() == pair.leank.generate(**batch, **GREEDY)[:, 21:].tolist()
 
 
-def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(pair):
     with torch.no_grad():
         ours, dense = (model(**padded_batch(), use_cache=False) for model in (pair.leank, pair.dense))
     assert CACHE not in ours
@@ -154,9 +155,8 @@ def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair):
         assert (ours - exact).norm() < 0.03 * exact.norm()
 
 
-def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair):
-    model = model_pair([[0, 4], [4, 8]]).leank
-    cache = model(one_row())[CACHE]
+def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(pair):
+    model, cache = pair.leank, pair.leank(one_row())[CACHE]
     for _ in range(3):
         model(one_row(1), cache=cache).logits.sum().backward()
     assert copy.deepcopy(cache).get_seq_length() == 24
@@ -164,8 +164,8 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair)
 
 @pytest.mark.parametrize("name", ["dynamic", "hybrid"])  # the latter is what Gemma 3 publishes
 @pytest.mark.parametrize("where", ["argument", "model", "both"])
-def test_a_models_own_cache_in_a_generation_config_means_leanks(where, name, model_pair, caplog):
-    model = model_pair([[0, 4], [4, 8]]).leank
+def test_a_models_own_cache_in_a_generation_config_means_leanks(where, name, pair, caplog):
+    model = pair.leank
     expected = model.generate(one_row(), **GREEDY)
     if where != "argument":
         model.generation_config.cache_implementation = name
@@ -202,8 +202,7 @@ def test_usual_attention_requests_mean_leank(request_, model_pair):
     assert model.config._attn_implementation == model.model.config._attn_implementation == "leank"
 
 
-def test_a_model_saves_what_the_stock_model_does_and_loads_with_its_masks(model_pair, tmp_path):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_a_model_saves_what_the_stock_model_does_and_loads_with_its_masks(pair, tmp_path):
     assert pair.leank.state_dict().keys() == pair.dense.state_dict().keys()
     pair.leank.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
@@ -228,8 +227,7 @@ def test_a_cpu_without_bfloat16_is_told_of_float32(has_bfloat16, model_pair, tmp
 
 
 @pytest.mark.parametrize("how", ["model", "forward"])
-def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_a_compiled_model_generates_the_same_without_compiling_again(how, pair):
     settings = {**GREEDY, "max_new_tokens": 40, "min_new_tokens": 40}
     expected = pair.leank.generate(**padded_batch(), **settings)
     if how == "model":
@@ -243,8 +241,7 @@ def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_
     assert torch._dynamo.utils.counters["frames"]["total"] <= 6
 
 
-def test_without_a_cache_a_compiled_model_is_one_graph(model_pair):
-    pair = model_pair([[0, 4], [4, 8]])
+def test_without_a_cache_a_compiled_model_is_one_graph(pair):
     compiled = torch.compile(pair.leank, backend="eager", fullgraph=True)
     with torch.no_grad():
         ours = compiled(one_row(), use_cache=False).logits
@@ -323,11 +320,7 @@ def test_layers_whose_state_cannot_forget_refuse_a_mask_that_hides_tokens(model_
         (20, {}, "the cache holds 20 tokens, and the prompt has 20: pass the whole conversation"),
         (9, {}, "the cache holds 20 tokens, and the prompt has 9: pass"),
         (30, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: drafts begin with an empty cache"),
-        (
-            30,
-            {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
-            "drafts begin with an empty",
-        ),
+        (30, {"generation_config": LOOKUP}, "drafts begin with an empty"),
     ],
 )
 def test_a_prompt_that_would_be_run_again_behind_a_cache_is_refused(prompt, options, said, prune, model_pair):

@@ -15,6 +15,12 @@ from tests.runtime.tiny_inputs import GREEDY, everything, feed, one_row
 from tests.tiny_families import random_mask
 
 
+@pytest.fixture
+def model(model_pair):
+    """Of which all channels are kept."""
+    return model_pair(everything()).leank
+
+
 def settings(**options):
     """A generation config."""
     return {"generation_config": GenerationConfig(**options)}
@@ -41,8 +47,7 @@ EARLY, DRAFTS = {"assistant_early_exit": 1}, r": .* `prompt_lookup_num_tokens`"
     ],
     ids=str,
 )
-def test_what_only_dense_models_do_is_refused_and_leaves_the_model_whole(call, options, message, model_pair):
-    model = model_pair(everything()).leank
+def test_what_only_dense_models_do_is_refused_and_leaves_the_model_whole(call, options, message, model):
     expected = model.generate(one_row(), **GREEDY)
     given = [[5, 6, 7]] if call == "generate_batch" else one_row()
     options = {**GREEDY, **options} if call == "generate" and "generation_config" not in options else options
@@ -61,8 +66,7 @@ def test_training_mode_refuses_a_cache(model_pair):
 
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, columns, model_pair):
-    model = model_pair(everything()).leank
+def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, columns, model):
     cache = feed(model, one_row().expand(2, -1))[CACHE]
     with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
         feed(model, one_row(columns).expand(rows, -1), cache)
@@ -77,8 +81,7 @@ def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, 
     feed(model, one_row(1).expand(2, -1), pending)
 
 
-def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(model_pair, monkeypatch):
-    model = model_pair(everything()).leank
+def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(model, monkeypatch):
     cache = model.build_cache()
     monkeypatch.setattr(cache.layers[1], "split", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
@@ -92,8 +95,7 @@ def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(
 
 @pytest.mark.parametrize("columns", [1, 40])
 @pytest.mark.parametrize("index", [0, 1, -1])
-def test_nor_does_a_step_that_failed_go_unnoticed(index, columns, model_pair, monkeypatch):
-    model = model_pair(everything()).leank
+def test_nor_does_a_step_that_failed_go_unnoticed(index, columns, model, monkeypatch):
     cache = feed(model, one_row())[CACHE]
     monkeypatch.setattr(cache.layers[index].store, "append", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -120,8 +122,7 @@ def test_a_pass_without_input_is_refused(model_pair):
     ids=["float", "short"],
 )
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_an_inner_model_refuses_masks_that_are_no_padding_and_goes_on(prune, mask, message, model_pair):
-    model = model_pair(everything()).leank
+def test_an_inner_model_refuses_masks_that_are_no_padding_and_goes_on(prune, mask, message, model):
     with torch.no_grad():
         caches = [model.build_cache(prune=prune) for _ in range(2)]
         for cache in caches:
@@ -181,8 +182,7 @@ def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):
 
 
 @pytest.mark.parametrize("width", [1, 21, 23])
-def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_pair):
-    model = model_pair(everything()).leank
+def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model):
     cache = feed(model, one_row())[CACHE]
     with pytest.raises(ValueError, match=f"covers {width} tokens of 1 rows, .* hold 22 of 1;"):
         feed(model, one_row(1), cache, attention_mask=torch.ones(1, width))
@@ -192,8 +192,7 @@ def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_
 
 
 @pytest.mark.parametrize("request_", ["flex_attention", "flash_attention_2", "paged|eager"])
-def test_other_attention_requests_are_refused(request_, model_pair):
-    model = model_pair(everything()).leank
+def test_other_attention_requests_are_refused(request_, model):
     with pytest.raises((ValueError, ImportError)):
         model.set_attn_implementation(request_)
     assert model.config._attn_implementation == "leank"
@@ -202,8 +201,7 @@ def test_other_attention_requests_are_refused(request_, model_pair):
         model(one_row())
 
 
-def test_an_adapter_is_refused_where_heads_moved_or_v_is_in_another_basis(model_pair, monkeypatch):
-    model = model_pair(everything()).leank
+def test_an_adapter_is_refused_where_heads_moved_or_v_is_in_another_basis(model, monkeypatch):
     base = LeanKLlamaModel(model.config).eval()
     loaded = []
     monkeypatch.setattr(
