@@ -15,6 +15,7 @@ from runtime.kernel_product_leank import STEPS, product
 from runtime.kernel_turn_leank import copy_rows
 
 NAMES = {merge_parts: "merge", append_tokens: "append"}
+COPY_FOR_KERNEL = functools.partial(copy_rows, for_kernel=True)
 
 
 class CpuKernels(DecodeKernels):
@@ -40,7 +41,7 @@ class TurnKernels(CpuKernels):
     def __init__(self, shape):
         super().__init__(shape, 1)
         self.attends_turns = True
-        self._copy_rows = compiled_when_called(copy_for_kernel, shape)
+        self._copy_rows = compiled_when_called(COPY_FOR_KERNEL, shape)
 
     def _attend_turn(self, query, keys, values, index, table, parts, lse, first, pruned, sink_size, scale):
         """Read of tiles of 128 pruned tokens what heads keep, of heads of width 0 nothing."""
@@ -67,10 +68,6 @@ class TurnKernels(CpuKernels):
             held = torch.where(seen.any(0)[:, None], values[row, :, head], 0)
             scores = (own @ read.T * scale * math.log(2)).masked_fill(~seen, -math.inf)
             parts[0, row, heads], lse[0, row, heads] = scores.softmax(-1) @ held, scores.logsumexp(-1)
-
-
-def copy_for_kernel(shape, cpu):
-    return copy_rows(shape, cpu, for_kernel=True)
 
 
 def compiled_when_called(make, *arguments):

@@ -71,16 +71,9 @@ class DecodeCase:
 
     def expected(self, softmax_scale: float) -> torch.Tensor:
         """Return what the naive reference gives after the append, fp64 `[B, H, d, D]`."""
-        return attend_naively(
-            self.query,
-            self.appended(),
-            self.seen,
-            self.pruned,
-            layout=self.layout,
-            sink_size=self.sink_size,
-            softmax_scale=softmax_scale,
-            sinks=self.sinks,
-        )
+        given = self.query, self.appended(), self.seen, self.pruned
+        options = {"sink_size": self.sink_size, "softmax_scale": softmax_scale, "sinks": self.sinks}
+        return attend_naively(*given, layout=self.layout, **options)
 
     def check(self, ours: torch.Tensor, softmax_scale: float, rows: object = slice(None)) -> None:
         """Hold attention to the rule in float64: at most twice the error that torch makes in its dtype."""
@@ -218,15 +211,7 @@ def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> 
     plan = kernels.plan(case.seen, case.pruned, sink_size)
     kernels.append(case.keys, case.values, store, case.seen, case.valid)
     out = case.query.new_empty(case.query.shape)
-    assert out is kernels.attend(
-        case.query,
-        store,
-        case.seen,
-        case.pruned,
-        plan,
-        sink_size=sink_size,
-        softmax_scale=softmax_scale,
-        sinks=case.sinks,
-        out=out,
-    )
+    given = case.query, store, case.seen, case.pruned, plan
+    options = {"sink_size": sink_size, "softmax_scale": softmax_scale, "sinks": case.sinks}
+    assert out is kernels.attend(*given, **options, out=out)
     return out

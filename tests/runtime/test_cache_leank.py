@@ -36,12 +36,8 @@ def test_bytes_are_counted_by_region(model_pair):
     cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
     assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
     pending = feed(pair.leank, ids(2, 30), pair.leank.build_cache("deferred"))[CACHE].memory()
-    assert (
-        pending.total.used
-        == 2 * pending.pending_keys.used
-        == 2 * pending.dense_keys
-        == 2 * 30 * 2 * 2 * 48 * 4
-    )
+    used, keys, dense = pending.total.used, pending.pending_keys.used, pending.dense_keys
+    assert used == 2 * keys == 2 * dense == 2 * 30 * 2 * 2 * 48 * 4
 
 
 def test_rows_of_mixed_lengths_take_what_each_needs(model_pair):

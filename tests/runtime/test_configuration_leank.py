@@ -34,14 +34,8 @@ def block(**changes: Any) -> dict[str, Any]:
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        **changes,
-    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return {"num_hidden_layers": 2, "hidden_size": 64, **heads, **changes}
 
 
 def test_a_good_block_is_read_on_the_cpu_wherever_the_model_is_built():

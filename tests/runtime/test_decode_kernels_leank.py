@@ -13,6 +13,8 @@ from runtime.decode_kernels_leank import DecodeKernels
 from runtime.fp8_leank import FP8
 from runtime.kernel_key_leank import KernelKey
 
+ALONE = {"has_glue": False, "has_turns": False}  # attention without what is around it
+
 
 @pytest.mark.parametrize(
     ("per_sm", "per_block", "queries"),
@@ -52,14 +54,8 @@ def ask_nvcc(source, paths):
     [
         ((9, 0), ("wgmma_ss", "tma_load"), 12, 9, {}),
         ((9, 0), ("wgmma_ss", "tma_load"), 10, 9, {"has_turns": False}),
-        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {"has_glue": False, "has_turns": False, "value_chunk": 64}),
-        (
-            (9, 0),
-            ("wgmma_rs", "tma_load"),
-            3,
-            2,
-            {"has_glue": False, "has_turns": False, "value_chunk": 32, "cache_dtype": FP8},
-        ),
+        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {**ALONE, "value_chunk": 64}),
+        ((9, 0), ("wgmma_rs", "tma_load"), 3, 2, {**ALONE, "value_chunk": 32, "cache_dtype": FP8}),
         ((8, 0), ("mma", "cp_async_gs"), 7, 0, {"value_chunk": 64}),
     ],
     ids=["Hopper", "without turns", "attention alone, V in chunks", "the same in FP8", "Ampere, V in chunks"],
@@ -67,13 +63,9 @@ def ask_nvcc(source, paths):
 def test_what_decoding_launches_compiles_without_a_gpu(
     generation, instructions, num_kernels, num_overlapping, change, monkeypatch
 ):
-    properties = SimpleNamespace(
-        major=generation[0],
-        minor=generation[1],
-        multi_processor_count=4,
-        shared_memory_per_multiprocessor=167936,
-        shared_memory_per_block_optin=166912,
-    )
+    major, minor = generation
+    memory = {"shared_memory_per_multiprocessor": 167936, "shared_memory_per_block_optin": 166912}
+    properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=4, **memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     tilelang = pytest.importorskip("tilelang")
     compile_, sources = tilelang.compile, []

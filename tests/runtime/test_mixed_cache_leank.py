@@ -10,11 +10,8 @@ from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
 LENGTHS = [20, 4]
-SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-}
+KINDS = ["sliding_attention", "full_attention"] * 2
+SLIDING = {"layer_types": KINDS, "sliding_window": WINDOW, "use_sliding_window": True}
 
 
 @pytest.fixture

@@ -39,6 +39,9 @@ def test_which_steps_are_captured(change, reason, graphs, model_pair):
         assert why_step_is_eager(model, inputs, tokens) == reason
 
 
+ON_META = torch.nn.Parameter(torch.empty(64, 48, device="meta"))
+
+
 class Adapter(torch.nn.Linear):
     """A module that is not of the stock model."""
 
@@ -56,11 +59,7 @@ def rope(kind):
         (rope("dynamic"), (), "rotary embedding of type 'dynamic' changes with the length"),
         ({}, ("model.layers.1.mlp", "up_proj", Adapter(48, 40)), "module Adapter is not of the stock model"),
         ({}, ("lm_head", "forward", lambda states: states), "module Linear has a forward of its own"),
-        (
-            {},
-            ("lm_head", "weight", torch.nn.Parameter(torch.empty(64, 48, device="meta"))),
-            "weights are not all on cpu",
-        ),
+        ({}, ("lm_head", "weight", ON_META), "weights are not all on cpu"),
         ({}, ("", "hf_quantizer", object()), "the model is quantized"),
     ],
 )
