@@ -33,13 +33,8 @@ def corpus():
 
 
 def wrap(tokenizer, template):
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=10**6,
-    )
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**6, **special)
     fast.chat_template = template
     return fast
 
@@ -159,16 +154,13 @@ def retriever_int8(once_per_run, retriever_folder, retriever_mask):
 def short_recipe():
     """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
 
+    data = {"tasks": ["retrieval", "multi_value"], "wording": "testbed", "min_length": 200, "max_length": 280}
+
     def build(**changes):
         values = {
             "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
             "width_multiple": 4,
-            "data": {
-                "tasks": ["retrieval", "multi_value"],
-                "wording": "testbed",
-                "min_length": 200,
-                "max_length": 280,
-            },
+            "data": data,
             "stage1": {"steps": 7, "learning_rate": 0.1, "l1_weight": 0.06},
             "stage2": {"steps": 6, "learning_rate": 0.05},
             "save_every": 3,

@@ -14,7 +14,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.windows import Windows
 from tests.checks import refusal, run_python
 
-LONG = "a" * 5000
+LONG, EVALUATE = "a" * 5000, "evaluate_checkpoint"
 
 
 @pytest.mark.parametrize("name", leank_convert.__all__)
@@ -50,16 +50,11 @@ def test_importing_the_package_loads_no_library():
         ("train_mask", ["testbed", "out"], {"resume": "no"}, "'no', neither true nor false"),
         ("train_mask", ["testbed", 5], {}, "5 cannot be a path"),
         ("train_mask", ["testbed", ""], {}, "it is empty"),
-        (
-            "evaluate_checkpoint",
-            ["absent"],
-            {"num_samples": 0},
-            "`num_samples` is 0, not a whole number from 1",
-        ),
-        ("evaluate_checkpoint", ["absent"], {"also": "fp8"}, "`also` is 'fp8', not a list of texts"),
-        ("evaluate_checkpoint", ["absent"], {"lengths": ["500"]}, r"\['500'\], not a list of whole numbers"),
-        ("evaluate_checkpoint", ["absent"], {"also": ["windows"]}, "`windows`: no variant to compare with"),
-        ("evaluate_checkpoint", ["absent"], {"lengths": 500}, "`lengths` is 500, not a list of whole"),
+        (EVALUATE, ["absent"], {"num_samples": 0}, "`num_samples` is 0, not a whole number from 1"),
+        (EVALUATE, ["absent"], {"also": "fp8"}, "`also` is 'fp8', not a list of texts"),
+        (EVALUATE, ["absent"], {"lengths": ["500"]}, r"\['500'\], not a list of whole numbers"),
+        (EVALUATE, ["absent"], {"also": ["windows"]}, "`windows`: no variant to compare with"),
+        (EVALUATE, ["absent"], {"lengths": 500}, "`lengths` is 500, not a list of whole"),
         ("export_onnx", ["testbed", None, "out"], {"dtype": "bfloat16"}, "not one of float32, float16"),
     ],
 )
@@ -96,9 +91,7 @@ def test_a_window_size_that_is_no_number_of_tokens_is_refused(key, value):
 
 def test_window_sizes_up_to_any_context_are_taken():
     assert Windows(2**24, 2**24, 2**24).flush_size == 2**24
-    for wrong, message in (
-        ({"flush_size": 0}, "`flush_size` is 0"),
-        ({"prune": "lazy"}, "`prune` is 'lazy', not"),
-    ):
-        with refusal(message):
-            Windows(**wrong)
+    with refusal("`flush_size` is 0"):
+        Windows(flush_size=0)
+    with refusal("`prune` is 'lazy', not"):
+        Windows(prune="lazy")

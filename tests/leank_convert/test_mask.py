@@ -10,13 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from leank_convert.errors import LeanKError
-from leank_convert.mask import (
-    ChannelMask,
-    check_mask_fits,
-    load_mask,
-    resolve_mask,
-    save_mask,
-)
+from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask, save_mask
 from leank_convert.mask_provenance import MaskProvenance
 from tests.checks import edit_tensors, llama_facts, ragged_mask, refusal, refused
 
