@@ -39,17 +39,13 @@ def make(train_one, short_recipe, tmp_path):
 
 
 @pytest.fixture
-def write_pattern(tmp_path):
-    """Writes a pattern of the model's two layers of two heads."""
-
-    def write(gates, folder="pattern"):
-        (tmp_path / folder).mkdir()
-        lines = ["\t".join(map(str, layer)) for layer in gates]
-        (tmp_path / folder / "full_attention_heads.tsv").write_text("\n".join(lines))
-        (tmp_path / folder / "config.json").write_text(json.dumps({"sink_size": 4, "recent_size": 16}))
-        return str(tmp_path / folder)
-
-    return write
+def pattern(tmp_path):
+    """The folder of a pattern of the model's two layers of two heads."""
+    folder = tmp_path / "pattern"
+    folder.mkdir()
+    (folder / "full_attention_heads.tsv").write_text("0.2\t1.0\n0.9\t0.1")
+    (folder / "config.json").write_text(json.dumps({"sink_size": 4, "recent_size": 16}))
+    return str(folder)
 
 
 def read_pattern(out):
@@ -110,22 +106,18 @@ def test_log_report_and_forecast_speak_of_gates_and_not_of_stages_or_channels(
 
 
 def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
-    make, write_pattern, tmp_path, monkeypatch
+    make, pattern, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
     mask = make(heads={"pattern": pattern}, pruning_ratio=0.5, held_out_samples=0, key_mean=False)
     assert mask.widths == ((0, 16), (16, 0))
     assert not TrainingDirectory(tmp_path / "out").state.exists()
 
 
-def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(
-    make, tmp_path, read_log, write_pattern
-):
+def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(make, tmp_path, read_log):
     mask = make(**BOTH)
-    streaming = ~select_channels(
-        read_pattern(tmp_path / "out")[..., None], pruning_ratio=0.5, width_multiple=1
-    )[..., 0]
+    gates = read_pattern(tmp_path / "out")[..., None]
+    streaming = ~select_channels(gates, pruning_ratio=0.5, width_multiple=1)[..., 0]
     assert streaming.sum() == 2
     assert not mask.channel_mask[streaming].any() and (mask.scaling_factors[streaming] == 0).all()
     assert mask.channel_mask[~streaming].any() and (mask.scaling_factors[~streaming] != 1).any(-1).all()
@@ -143,8 +135,7 @@ def test_a_share_that_leaves_no_head_is_refused_before_a_step(make, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_resume_refuses_a_pattern_that_was_changed(make, write_pattern, tmp_path):
-    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
+def test_resume_refuses_a_pattern_that_was_changed(make, pattern, tmp_path):
     make(**{**BOTH, "heads": {"pattern": pattern}})
     (tmp_path / "pattern" / "full_attention_heads.tsv").write_text("1.0\t0.2\n0.9\t0.1\n")
     with refusal(r"`heads.pattern` .* holds other gates than"):
@@ -152,8 +143,7 @@ def test_resume_refuses_a_pattern_that_was_changed(make, write_pattern, tmp_path
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
-def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(make, write_pattern, rounding):
-    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
+def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(make, pattern, rounding):
     mask = make(**{**BOTH, "heads": {"pattern": pattern}, "pruning_ratio": 0.5, "rounding": rounding})
     assert mask.widths == ((0, 16), (16, 0))
 

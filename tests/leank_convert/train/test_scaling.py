@@ -12,11 +12,8 @@ from leank_convert.train.state import TrainingDirectory
 def test_learning_rate_rises_over_the_first_fifth_falls_over_the_last_and_never_goes_below_a_tenth():
     for num_steps, expected in ((1, [1]), (5, [1] * 5), (10, [0.5, *[1] * 8, 0.5])):
         assert [learning_rate_factor(step, num_steps) for step in range(num_steps)] == expected
-    assert learning_rate_factor(0, 2000) == 0.1
-    assert learning_rate_factor(99, 2000) == 0.25
-    assert learning_rate_factor(399, 2000) == 1
-    assert learning_rate_factor(1601, 2000) == 399 / 400
-    assert learning_rate_factor(1999, 2000) == 0.1
+    for step, factor in ((0, 0.1), (99, 0.25), (399, 1), (1601, 399 / 400), (1999, 0.1)):
+        assert learning_rate_factor(step, 2000) == factor
 
 
 def test_distillation_is_the_mean_over_questions_of_the_mean_over_tokens_and_dims_in_float32():
