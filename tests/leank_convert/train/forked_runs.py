@@ -40,13 +40,9 @@ def run_job(job):
             os.dup2(write, 1)
             os.dup2(write, 2)
             if num_ranks > 1:
-                os.environ |= {
-                    "WORLD_SIZE": str(num_ranks),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "MASTER_ADDR": "localhost",
-                    "MASTER_PORT": str(port),
-                }
+                told = {"WORLD_SIZE": num_ranks, "RANK": rank, "LOCAL_RANK": rank}
+                told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+                os.environ |= {name: str(value) for name, value in told.items()}
             code = run_child(job, rank)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -67,14 +63,9 @@ def run_child(job, rank):
     if rank == job.get("rank", 0):
         happen(job)
     try:
-        masks = make.train_masks(
-            job["model"],
-            pathlib.Path(job["out"]),
-            recipe=Recipe(**job["recipe"]),
-            resume=job.get("resume", False),
-            device="cpu",
-            progress=False,
-        )
+        given = {"recipe": Recipe(**job["recipe"]), "resume": job.get("resume", False)}
+        out = pathlib.Path(job["out"])
+        masks = make.train_masks(job["model"], out, **given, device="cpu", progress=False)
         sys.stdout.write(f"masks {len(masks)}\n")
     except LeanKError as error:
         sys.stdout.write(f"told: {error.message}\nhint: {error.hint}\n")

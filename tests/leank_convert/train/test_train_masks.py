@@ -88,16 +88,11 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
     kept = torch.zeros(2, 2, 16, dtype=torch.bool)
     kept[0, 0, :4] = kept[1, 1, 8:] = True
     monkeypatch.setattr(selection, "select_channels", lambda factors, **_: kept)
-    before, after = (
-        train_one(
-            short_recipe(
-                stage1={"steps": 7, "learning_rate": 0.03}, stage2={"steps": steps, "learning_rate": 0.01}
-            ),
-            tmp_path / str(steps),
-        ).scaling_factors
-        for steps in (0, 4)
-    )
-    moved = before != after
+    factors, stage1 = [], {"steps": 7, "learning_rate": 0.03}
+    for steps in (0, 4):
+        recipe = short_recipe(stage1=stage1, stage2={"steps": steps, "learning_rate": 0.01})
+        factors.append(train_one(recipe, tmp_path / str(steps)).scaling_factors)
+    moved = factors[0] != factors[1]
     assert moved[0, 0, 4:].float().mean() > 0.5
     assert moved[1, 1, :8].float().mean() > 0.5
     assert not moved[0, 1].any()

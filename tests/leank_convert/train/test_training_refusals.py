@@ -67,6 +67,9 @@ def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe,
     assert path.read_bytes() == b"somebody's"
 
 
+NORM = {"method": "static-norm"}
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "changes", "message", "remedy"),
     [
@@ -75,7 +78,7 @@ def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe,
         (
             calibration,
             "measure_attention",
-            {"method": "static-norm"},
+            NORM,
             "for prompts of up to 280 tokens in model",
             "`data.max_length`",
         ),

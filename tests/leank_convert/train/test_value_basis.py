@@ -207,10 +207,12 @@ def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short
     again = choose_recipe(None, "a/b", run=tmp_path / "out", training=True)
     assert again.pruning_ratio == pytest.approx(given.pruning_ratio if own is None else 0.5, abs=1e-3)
     np.save(tmp_path / "other.npy", ~given.channel_mask.numpy())
+    other = recipe.model_copy(update={"mask": str(tmp_path / "other.npy")})
     with pytest.raises(LeanKError, match="was saved by another run:\n  mask was"):
-        train_one(
-            recipe.model_copy(update={"mask": str(tmp_path / "other.npy")}), tmp_path / "out", resume=True
-        )
+        train_one(other, tmp_path / "out", resume=True)
+
+
+BESIDE = "is given beside mask 'testbed-70', whose"
 
 
 @pytest.mark.parametrize(
@@ -218,22 +220,10 @@ def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short
     [
         (["value_pruning_ratio=0"], "nothing is to be trained", "set `value_pruning_ratio`"),
         (["values.steps=0"], "nothing is to be trained", "set `values.steps`"),
-        (
-            ["pruning_ratio=0.9"],
-            "`pruning_ratio` is given beside mask 'testbed-70', whose own is 0.7",
-            "leave",
-        ),
-        (
-            ["windows.sink_size=4"],
-            "`windows.sink_size` is given beside mask 'testbed-70', whose own is 16",
-            "",
-        ),
+        (["pruning_ratio=0.9"], f"`pruning_ratio` {BESIDE} own is 0.7", "leave"),
+        (["windows.sink_size=4"], f"`windows.sink_size` {BESIDE} own is 16", ""),
         *(
-            (
-                [f"{key}={value}"],
-                f"`{key}` is given beside mask 'testbed-70', whose channels of K stay",
-                "leave",
-            )
+            ([f"{key}={value}"], f"`{key}` {BESIDE} channels of K stay", "leave")
             for key, value in (("key_mean", "false"), ("method", "random"), ("stage1.steps", 9))
         ),
     ],
@@ -267,9 +257,7 @@ def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(
     expected = measure_values(*load(), WINDOWS)
     saved = load_mask(TrainingDirectory(tmp_path / "whole").mask)
     known = saved.provenance
-    assert torch.equal(saved.value_basis, expected.directions) and torch.equal(
-        saved.value_basis, whole.value_basis
-    )
+    assert all(torch.equal(saved.value_basis, basis) for basis in (expected.directions, whole.value_basis))
     assert known.value_pruning_ratio_asked == 0.5 and known.value_weights == expected.weights
     assert known.value_tokens == expected.num_tokens and saved.value_pruning_ratio >= 0.5
     assert saved.stores_alike(expected.prune(saved, 0.5))
