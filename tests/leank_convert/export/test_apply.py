@@ -29,12 +29,8 @@ def tensors():
     }
 
 
-EDITS = {
-    "rows": TensorEdit(0, ORDER),
-    "columns": TensorEdit(1, ORDER),
-    "bias": TensorEdit(0, ORDER),
-    "elsewhere": TensorEdit(0, ORDER),
-}
+ROWS = dict.fromkeys(("rows", "bias", "elsewhere"), TensorEdit(0, ORDER))
+EDITS = {**ROWS, "columns": TensorEdit(1, ORDER)}
 
 
 def permute(tensors):

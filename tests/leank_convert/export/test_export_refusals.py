@@ -14,15 +14,7 @@ from leank_convert.files import read_json
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, save_mask
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
-from tests.checks import (
-    edit_json,
-    edit_tensors,
-    fitting_mask,
-    ragged_mask,
-    refusal,
-    refused_export,
-    snapshot,
-)  # fmt: skip
+from tests.checks import edit_json, edit_tensors, fitting_mask, ragged_mask, refusal, refused_export, snapshot
 
 ATTENTION = "model.layers.1.self_attn."
 

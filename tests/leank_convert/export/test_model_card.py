@@ -18,19 +18,10 @@ from leank_convert.windows import Windows
 from tests.checks import llama_facts
 
 FACTS = llama_facts(2, 2, 8, model_type="qwen2")
-HELD_OUT = HeldOut(
-    tasks=("retrieval",),
-    min_length=200,
-    max_length=280,
-    seed=1_000_000,
-    num_contexts=4,
-    num_answers=16,
-    dense=1.0,
-    pruned=0.6875,
-    distillation=0.02,
-    warnings=("the dense model answers 16 | 16",),
-    tokens=TokenShares(64, 1.0, 0.875),
-)
+ASKED = {"tasks": ("retrieval",), "min_length": 200, "max_length": 280, "seed": 1_000_000}
+FOUND = {"num_contexts": 4, "num_answers": 16, "dense": 1.0, "pruned": 0.6875, "distillation": 0.02}
+TOLD = {"warnings": ("the dense model answers 16 | 16",), "tokens": TokenShares(64, 1.0, 0.875)}
+HELD_OUT = HeldOut(**ASKED, **FOUND, **TOLD)
 
 
 def card(name="owner/model", *, mask_model=None, about=None, leank=None, **known):

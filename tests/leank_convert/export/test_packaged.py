@@ -27,14 +27,8 @@ from tests.checks import edit_json, provenance_of, prune_values, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192, **FACTORS}
 
 
 @pytest.fixture

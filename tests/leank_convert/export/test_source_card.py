@@ -7,11 +7,12 @@ import pytest
 
 from leank_convert.export.source_card import find_base_model, read_licence
 
-LLAMA = """---
+LINK = "https://example.org/LICENSE"
+LLAMA = f"""---
 language: en
 license: other
 license_name: llama3.1
-license_link: https://example.org/LICENSE
+license_link: {LINK}
 extra_gated_prompt: "long: text"
 ---
 # A model
@@ -23,14 +24,7 @@ extra_gated_prompt: "long: text"
     [
         ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
         ("\ufeff---\r\nlicense: mit\r\n---\r\nText", {"license": "mit"}),
-        (
-            LLAMA,
-            {
-                "license": "other",
-                "license_name": "llama3.1",
-                "license_link": "https://example.org/LICENSE",
-            },
-        ),
+        (LLAMA, {"license": "other", "license_name": "llama3.1", "license_link": LINK}),
         ("---\nlicense: mit\nlicense_link: /home/me/LICENSE\n---\n", {"license": "mit"}),
         ("---\nlicense: [mit]\n---\n", {}),
         ('---\nlicense: "mit\\ntags: x"\n---\n', {}),
