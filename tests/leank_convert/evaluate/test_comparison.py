@@ -126,8 +126,7 @@ def test_all_three_files_hold_every_cell(tmp_path):
         for scored in (("dense", 1.0), ("pruned", pruned))
     ]
     assert [(row["n"], row["difference"]) for row in rows[:2]] == [("1", ""), ("1", "-0.5")]
-    assert [row["difference"] for row in result.to_rows()[:2]] == [None, -0.5] and "Outcome" not in repr(
-        result
-    )
+    assert [row["difference"] for row in result.to_rows()[:2]] == [None, -0.5]
+    assert "Outcome" not in repr(result)
     with Image.open(tmp_path / "results.png") as image:
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # bars and text, not a blank sheet

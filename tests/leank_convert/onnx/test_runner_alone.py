@@ -57,25 +57,18 @@ def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
         assert np.array_equal(texts.feed([text])[0], ids.feed([row])[0])
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        ([{"name": "rag", "template": "w1"}, {"name": "default", "template": "w2"}], [6]),
-        ("{{ bos_token }} w0 {% if tools is none %}{{ eos_token }}{% endif %}", [1, 4, 2]),
-        ("{% if ['é'] | tojson(ensure_ascii=False) == '[\"é\"]' %}w1{% endif %}", [5]),
-        ([1, {"name": "default"}], None),
-        ([{"name": "rag", "template": "w1"}], None),
-        (5, None),
-    ],
-    ids=[
-        "the default one of several",
-        "with special tokens",
-        "with JSON",
-        "damaged",
-        "no default",
-        "a number",
-    ],
-)
+RAG = {"name": "rag", "template": "w1"}
+TEMPLATES = {
+    "the default one of several": ([RAG, {"name": "default", "template": "w2"}], [6]),
+    "with special tokens": ("{{ bos_token }} w0 {% if tools is none %}{{ eos_token }}{% endif %}", [1, 4, 2]),
+    "with JSON": ("{% if ['é'] | tojson(ensure_ascii=False) == '[\"é\"]' %}w1{% endif %}", [5]),
+    "damaged": ([1, {"name": "default"}], None),
+    "no default": ([RAG], None),
+    "a number": (5, None),
+}
+
+
+@pytest.mark.parametrize(("config", "tokens"), TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_may_stand_in_the_tokenizers_config(config, tokens, copied):
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (copied / "tokenizer_config.json").write_text(json.dumps({"chat_template": config, **special}))
@@ -211,12 +204,10 @@ def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(ex
             model.encode_chat(messages)
     session = model.start()
     session.feed([[5, 6], [7]])
-    for turn, message in (
-        ([[5]], "the turn has 1 rows, the session 2"),
-        ([[], []], "every row of the turn is e"),
-    ):
-        with pytest.raises(LeanKOnnxError, match=message):
-            session.feed(turn)
+    with pytest.raises(LeanKOnnxError, match="the turn has 1 rows, the session 2"):
+        session.feed([[5]])
+    with pytest.raises(LeanKOnnxError, match="every row of the turn is e"):
+        session.feed([[], []])
     lengths = session.lengths
     session.feed([[5], [7]])
     assert (lengths.tolist(), session.lengths.tolist()) == ([2, 1], [3, 2])

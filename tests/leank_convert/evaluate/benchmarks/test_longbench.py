@@ -98,9 +98,8 @@ def test_a_prompt_that_is_too_long_loses_its_middle(byte_level_tokenizer, write_
     ],
 )
 def test_a_record_of_another_form_is_refused(refused, write_records, name, record, named):
-    refused(
-        draw_longbench, write_records(f"{name}.jsonl", [record]), f"{name}.jsonl`: {named}", length=LENGTH
-    )
+    folder = write_records(f"{name}.jsonl", [record])
+    refused(draw_longbench, folder, f"{name}.jsonl`: {named}", length=LENGTH)
 
 
 def test_a_folder_without_its_files_a_length_without_room_and_a_missing_package_are_refused(

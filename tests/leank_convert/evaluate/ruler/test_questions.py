@@ -43,15 +43,11 @@ def test_records_are_read_in_order(write, records, lines):
 def test_squads_questions_that_have_answers_are_read_with_their_paragraphs(write, indent):
     asked = {"question": "What?", "id": "7", "answers": [{"text": "down", "answer_start": 9}] * 2}
     impossible = {"question": "Does it?", "answers": [], "is_impossible": True}
-    paragraphs = [
-        {"context": "Rivers run down.", "qas": [asked]},
-        {"context": "Iron rusts.", "qas": [impossible]},
-    ]
-    path = write(
-        "squad.json",
-        json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": paragraphs}]}, indent=indent),
-    )
     article = ("Rivers run down.", "Iron rusts.")
+    pairs = zip(article, (asked, impossible), strict=True)
+    paragraphs = [{"context": text, "qas": [question]} for text, question in pairs]
+    content = {"version": "v2.0", "data": [{"title": "x", "paragraphs": paragraphs}]}
+    path = write("squad.json", json.dumps(content, indent=indent))
     assert read_questions(path, re.compile("(?!)")) == [Question("What?", ("down",), article[:1], article)]
 
 
@@ -76,10 +72,9 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path, name, content, message):
-    path = tmp_path / name if content is None else write(name, content)
+def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, name, content, message):
     with refusal(message):
-        read_questions(path, re.compile("(?!)"))
+        read_questions(write(name, content), re.compile("(?!)"))
 
 
 def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
