@@ -28,13 +28,11 @@ SHAPE = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+LLAMA = {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **SHAPE}
+QWEN2 = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, **SHAPE}
 CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=len(TOKENS), head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=2, **SHAPE
-    ),
-    "qwen2": Qwen2Config(
-        vocab_size=len(TOKENS + MORE_TOKENS), bos_token_id=0, eos_token_id=2, pad_token_id=0, **SHAPE
-    ),
+    "llama": LlamaConfig(vocab_size=len(TOKENS), **LLAMA),
+    "qwen2": Qwen2Config(vocab_size=len(TOKENS + MORE_TOKENS), **QWEN2),
 }
 
 
@@ -78,11 +76,8 @@ def metadata(architecture: str) -> dict[str, Any]:
         shape |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
         tokenizer |= {"ggml.pre": "smollm", "ggml.add_space_prefix": False, "ggml.unknown_token_id": 0}
     else:
-        tokenizer |= {
-            "ggml.pre": "qwen2",
-            "ggml.tokens": [*TOKENS, *MORE_TOKENS],
-            "ggml.token_type": [*KINDS, *MORE_KINDS],
-        }
+        tokenizer |= {"ggml.pre": "qwen2", "ggml.tokens": [*TOKENS, *MORE_TOKENS]}
+        tokenizer |= {"ggml.token_type": [*KINDS, *MORE_KINDS]}
     return {f"{architecture}.{key}": value for key, value in shape.items()} | {
         f"tokenizer.{key}": value for key, value in tokenizer.items()
     }

@@ -54,9 +54,8 @@ def test_every_mask_that_answers_is_made_and_nothing_is_made_twice(plan):
 def test_every_run_is_a_valid_recipe(plan):
     for run in plan.runs.values():
         ratios = f"pruning_ratio={list(run.ratios)}"
-        assert (
-            load_recipe(plan.recipe, [*plan.overrides, *run.overrides, ratios]).pruning_ratios == run.ratios
-        )
+        recipe = load_recipe(plan.recipe, [*plan.overrides, *run.overrides, ratios])
+        assert recipe.pruning_ratios == run.ratios
 
 
 def test_entries_of_one_name_are_one_entry_and_a_part_has_one_seed(plan):

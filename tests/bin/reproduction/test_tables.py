@@ -27,14 +27,12 @@ def rows(report, title):
 
 
 def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_path):
-    keep(
-        tmp_path / "ruler",
-        {
-            "vt-4096": {"dense": [1.0, 1.0, 0.0], "leank 70%": [1.0, 0.0, 0.0], "int4": [1.0]},
-            "vt-8192": {"dense": [1.0, 0.5, 1.0], "leank 70%": [1.0, 1.0, 1.0]},
-            "fwe-8192": {"dense": [0.0, 0.0, 0.5], "leank 70%": [1.0, 1.0, 1.0]},
-        },
-    )
+    cells = {
+        "vt-4096": {"dense": [1.0, 1.0, 0.0], "leank 70%": [1.0, 0.0, 0.0], "int4": [1.0]},
+        "vt-8192": {"dense": [1.0, 0.5, 1.0], "leank 70%": [1.0, 1.0, 1.0]},
+        "fwe-8192": {"dense": [0.0, 0.0, 0.5], "leank 70%": [1.0, 1.0, 1.0]},
+    }
+    keep(tmp_path / "ruler", cells)
     text = {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "documentation-4000.json").write_text(json.dumps(text))
@@ -82,10 +80,8 @@ def test_bytes_stand_beside_the_score_on_prompts_that_all_answered(tmp_path):
     right = {"dense": [1.0, 1.0, 0.0, 1.0], "leank, 0.7": [1.0, 1.0, 1.0, 0.0]}
     keep(tmp_path / "compared", {"niah_single_2-4096": {**right, "kivi": [0.0, 0.0, 0.0, 1.0]}})
     held = {"dense": 8000, "leank, 0.7": 4800, "kivi": 1600}
-    found = {
-        entry.name: {"held": held.get(entry.name, 100), "read": held.get(entry.name, 100)}
-        for entry in SMOLLM2.weighed
-    }
+    counted = {entry.name: held.get(entry.name, 100) for entry in SMOLLM2.weighed}
+    found = {name: {"held": count, "read": count} for name, count in counted.items()}
     (tmp_path / "bytes.json").write_text(json.dumps({**found, "tokens": 8}))
     report = Experiment(tmp_path, SMOLLM2, "testbed", device="cpu", minutes=0).run().read_text()
     _, found = rows(report, "Bytes of a cache of 8 tokens")

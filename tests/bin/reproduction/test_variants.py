@@ -67,11 +67,6 @@ def test_values_pruned_in_memory_answer_as_a_checkpoint_does(retriever_folder, t
     expected = answer(checkpoint, Masked("checkpoint", kv_dtype=kv_dtype))
     in_memory = load_evaluated(folder, device, mask=tmp_path / "mask.safetensors")
     in_memory = replace(in_memory, windows=checkpoint.windows)
-    variant = PrunedValues(
-        "values",
-        own.channel_mask,
-        kv_dtype=kv_dtype,
-        windows=checkpoint.windows,
-        pruned_values=mask,
-    )
+    options = {"kv_dtype": kv_dtype, "windows": checkpoint.windows, "pruned_values": mask}
+    variant = PrunedValues("values", own.channel_mask, **options)
     torch.testing.assert_close(answer(in_memory, variant), expected, rtol=0, atol=1e-4)

@@ -22,16 +22,13 @@ def test_exact_match_is_what_generate_gets_right():
         rng = random.Random(f"held-out/5/{task}/200/True")
         for _ in range(5):
             sample = build_sample(task, rng, 200, two_word_names=True)
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": sample.prompt}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=False,
+            chat = [{"role": "user", "content": sample.prompt}]
+            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            prompt = tokenizer.apply_chat_template(chat, **options)
+            output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+            right[task] += (
+                tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == f"{sample.answer} <|end|>"
             )
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
-            )
-            right[task] += tokenizer.decode(output[0, ids.shape[1] :]) == f"{sample.answer} <|end|>"
         measured = exact_match(model, task, 200, two_word_names=True, count=5, seed=5)
         assert measured == right[task] / 5
     assert 1 < sum(right.values()) < 14

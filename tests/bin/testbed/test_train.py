@@ -71,15 +71,8 @@ def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(held_out, "HELD_OUT_LENGTHS", (256,))
     count = len(layers.split(","))
     shape = {"num_hidden_layers": count, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    plan = TrainingPlan(
-        **shape,
-        layers=layers,
-        hidden_size=64,
-        steps=20,
-        tokens_per_step=256,
-        learning_rate=2e-2,
-        warmup_steps=1,
-    )
+    short = {"steps": 20, "tokens_per_step": 256, "learning_rate": 2e-2, "warmup_steps": 1}
+    plan = TrainingPlan(**shape, **short, layers=layers, hidden_size=64)
     train.train_testbed(plan, tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["plan"] == asdict(plan)
