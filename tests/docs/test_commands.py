@@ -185,13 +185,8 @@ class Page:
         if command[0] not in COMMAND_LINES:
             if command[0] == "python":
                 command = [sys.executable, *command[1:]]
-            done = subprocess.run(
-                ["bash", "-c", shlex.join(command)],
-                cwd=self.folder,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            options = {"cwd": self.folder, "capture_output": True, "text": True, "check": False}
+            done = subprocess.run(["bash", "-c", shlex.join(command)], **options)
             assert done.returncode == 0, f"{block}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
             return
         command = [*command, *LESS_WORK.get(command[1], [])]
