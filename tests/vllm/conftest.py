@@ -40,7 +40,8 @@ ENVIRONMENT = {
 HERE = Path(__file__).parent
 # Families whose releases hold a layer that drafts, and its last norm.
 WITH_MTP = {"glm4_moe": "shared_head.norm", "hy_v3": "final_layernorm"}
-# What several engines are asked with.
+# What engines are started with unless other options are asked for, and what several are asked with.
+ENGINE = {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 1024}
 TWICE = (None, None)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 FEW: dict[str, Any] = {"lengths": (80, 170, 12, 500), "new": 40}
@@ -276,7 +277,7 @@ def ask(
 ) -> dict[str, Any]:
     """A run on the folder's prompts, by options of the engine."""
     return {
-        "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
+        "options": {"model": str(folder), "skip_tokenizer_init": True, **ENGINE, **options},
         "prompts": prompts_of(folder, lengths),
         "new": new,
         "rounds": rounds,
@@ -312,13 +313,8 @@ def run_engines(runs: Mapping[str, dict[str, Any]], **environment: str) -> dict[
 
 
 # vLLM's build for CPUs has states of linear attention in bfloat16 alone.
-LINEAR: dict[str, Any] = {
-    "lengths": (170, 500),
-    "new": 20,
-    "dtype": "bfloat16",
-    "kv_cache_memory_bytes": 64 << 20,
-    "scores": True,
-}
+ROOM = {"kv_cache_memory_bytes": 64 << 20}
+LINEAR: dict[str, Any] = {"lengths": (170, 500), "new": 20, "dtype": "bfloat16", "scores": True, **ROOM}
 
 
 def scores_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:

@@ -122,17 +122,7 @@ def run(asked, noted):
     """Answer the prompts and say what it took."""
     folders = asked["options"].pop("adapters", [None] * len(asked["prompts"]))
     adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
-    llm = LLM(
-        enforce_eager=True,
-        disable_log_stats=False,
-        **{
-            "dtype": "float32",
-            "block_size": 32,
-            "kv_cache_memory_bytes": 16 << 20,
-            "max_model_len": 1024,
-            **asked["options"],
-        },
-    )
+    llm = LLM(enforce_eager=True, disable_log_stats=False, **asked["options"])
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     running = count_running(scheduler)
     transfers = asked.get("transfers", [None] * len(asked["prompts"]))

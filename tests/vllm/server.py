@@ -4,7 +4,7 @@ import urllib.request
 from contextlib import contextmanager
 
 from bin.benchmarks.server import start_server
-from tests.vllm.conftest import ENVIRONMENT
+from tests.vllm.conftest import ENGINE, ENVIRONMENT
 
 
 def read(url):
@@ -16,14 +16,8 @@ def read(url):
 @contextmanager
 def serving(folder, log, **options):
     """Serve a checkpoint; `options` are vLLM's, such as `max_model_len=512`. It has to end when told to."""
-    given = {
-        "dtype": "float32",
-        "max_model_len": 1024,
-        "kv_cache_memory_bytes": 16 << 20,
-        "block_size": 32,
-        **options,
-    }
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    given = {**ENGINE, **options}.items()
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given]
     with start_server(folder, [*arguments, "--enforce-eager"], log, **ENVIRONMENT) as server:
         server.wait()
         yield server
