@@ -19,7 +19,8 @@ FIELDS = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torc
 SPEC = LeanKWindowSpec(**FIELDS, num_head_slots=1, state_content_bytes=128, sizes=Windows(16, 64, 16))
 
 
-def make_manager():
+@pytest.fixture
+def manager():
     pool = BlockPool(num_gpu_blocks=200, enable_caching=False, hash_block_size=BLOCK)
     return LeanKWindowManager(
         SPEC, block_pool=pool, enable_caching=False, kv_cache_group_id=1, scheduler_block_size=BLOCK
@@ -35,8 +36,7 @@ def test_both_groups_are_known_to_vllm_and_apart():
     assert not SPEC.is_uniform_with_collection({"kept": kept})
 
 
-def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes():
-    manager = make_manager()
+def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes(manager):
     pool = manager.block_pool
     free = pool.get_num_free_blocks()
     manager.allocate_new_blocks("r", 1000, 1000)
@@ -53,9 +53,8 @@ def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes():
 
 
 @pytest.mark.parametrize("num_local", [0, 16, 640])
-def test_pages_that_do_not_move_take_none(num_local):
+def test_pages_that_do_not_move_take_none(num_local, manager):
     """Of a prompt that another engine read; some of it may be found in the prefix cache."""
-    manager = make_manager()
     pool = manager.block_pool
     free = pool.get_num_free_blocks()
     HANDED_OVER.add("r")
@@ -75,17 +74,15 @@ def test_pages_that_do_not_move_take_none(num_local):
     assert pool.get_num_free_blocks() == free and not HANDED_OVER
 
 
-def test_a_prompt_that_grows_after_its_window_went_is_refused():
+def test_a_prompt_that_grows_after_its_window_went_is_refused(manager):
     """As vLLM's sessions of streamed input do; its new part would attend to pages that are gone."""
-    manager = make_manager()
     manager.allocate_new_blocks("r", 1000, 1000)
     manager.remove_skipped_blocks("r", 1000, 1000)
     with pytest.raises(ValueError, match="request r: a LeanK cache cannot read more of a prompt once it was"):
         manager.remove_skipped_blocks("r", 1004, 1100)
 
 
-def test_pages_held_while_decoding_are_few_and_hold_all_that_is_whole():
-    manager = make_manager()
+def test_pages_held_while_decoding_are_few_and_hold_all_that_is_whole(manager):
     for total in range(301, 1500):
         manager.remove_skipped_blocks("r", total - 1, 300)
         manager.allocate_new_blocks("r", total, total)

@@ -36,21 +36,18 @@ MEANS = torch.randn(2, 4, 16).half()
 BASES = torch.randn(2, 4, 16, 16)
 
 
-def set_scales(scales):
-    """What the second rank has of them."""
-    attentions = [
+def attentions_of_a_rank():
+    """Those of the second one, before anything is set."""
+    return [
         SimpleNamespace(
             layer_name=f"model.layers.{layer}.self_attn.attn",
-            heads=HEADS[1][layer],
-            key_scale=torch.ones(1, 2, 16),
-            value_scale=torch.ones(1, 2, 16),
+            row=layer,
+            heads=[*heads],
+            **{name: torch.zeros(1, 2, 16) for name in ("key_mean", "key_scale", "value_scale")},
+            value_basis=torch.zeros(2, 16, 16),
         )
-        for layer in range(2)
+        for layer, heads in enumerate(HEADS[1])
     ]
-    settings = SimpleNamespace(num_key_value_heads=4, head_dim=16)
-    model = SimpleNamespace(_attentions=attentions, _settings=settings)
-    _LeanKForCausalLM.set_scales(model, scales)
-    return attentions
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,11 @@ def set_scales(scales):
 )
 def test_a_scale_that_is_wrong_is_named(damage, said):
     scales = {**SCALES, "model.layers.1.self_attn.key_scale": damage}
+    settings = SimpleNamespace(num_key_value_heads=4, head_dim=16)
+    model = SimpleNamespace(_attentions=attentions_of_a_rank(), _settings=settings)
+    given = {name: scale for name, scale in scales.items() if scale is not None}
     with pytest.raises(ValueError, match=said):
-        set_scales({name: scale for name, scale in scales.items() if scale is not None})
+        _LeanKForCausalLM.set_scales(model, given)
 
 
 def set_means(folder, damage=None):
@@ -77,24 +77,15 @@ def set_means(folder, damage=None):
         file.unlink()
     elif damage == "another":
         save_file({"key_mean": MEANS + 1, "value_basis": BASES}, file)
-    attentions = [
-        SimpleNamespace(
-            row=layer,
-            heads=[*HEADS[1][layer]],
-            key_mean=torch.zeros(1, 2, 16),
-            value_basis=torch.zeros(2, 16, 16),
-        )
-        for layer in range(2)
-    ]
     has = {"has_key_mean": True, "has_value_basis": True}
     model = SimpleNamespace(
-        _attentions=attentions,
+        _attentions=attentions_of_a_rank(),
         _settings=SimpleNamespace(**has, channel_masks=torch.ones(2, 4, 16)),
         _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
         _source=(str(folder), {"revision": None}),
     )
     _LeanKForCausalLM.set_mask_tensors(model)
-    return attentions
+    return model._attentions
 
 
 @pytest.mark.parametrize("damage", ["missing", "another"])
