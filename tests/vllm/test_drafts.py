@@ -68,10 +68,8 @@ def as_dense(random_checkpoint, tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
     for family in FAMILIES:
         folder = shutil.copytree(random_checkpoint(family), root / family)
-        architectures = [ARCHITECTURES[family].causal_lm_class]
-        checks.edit_json(
-            folder / "config.json", model_type=family, architectures=architectures, auto_map={}, leank=None
-        )
+        own = {"model_type": family, "architectures": [ARCHITECTURES[family].causal_lm_class]}
+        checks.edit_json(folder / "config.json", **own, auto_map={}, leank=None)
     return root
 
 
@@ -83,15 +81,11 @@ def said(checkpoint, original, heads, random_checkpoint, as_dense):
         drafts = {"method": method, "model": model and str(model), "num_speculative_tokens": NUM_DRAFTS}
         return ask(folder, speculative_config=drafts, kv_cache_memory_bytes=64 << 20, **options)
 
-    eagle, eagle3 = (
-        with_drafts(method, heads / method, rounds=(None, None)) for method in ("eagle", "eagle3")
-    )
     runs = {
         "model": with_drafts("draft_model", original, rounds=(None, None), max_num_batched_tokens=256),
         "whole": with_drafts("draft_model", original, **WHOLE, block_size=None),
         "ranks": with_drafts("draft_model", original, **FEW, tensor_parallel_size=2),
-        "eagle": eagle,
-        "eagle3": eagle3,
+        **{name: with_drafts(name, heads / name, rounds=(None, None)) for name in ("eagle", "eagle3")},
         "eagle3, whole": with_drafts("eagle3", heads / "eagle3", **MANY),
         "eagle3, dense": with_drafts("eagle3", heads / "eagle3", original, **MANY),
     }
@@ -102,7 +96,7 @@ def said(checkpoint, original, heads, random_checkpoint, as_dense):
         runs[f"{family}, whole"] = with_drafts(*drafter, own, **MANY)
         runs[f"{family}, dense"] = with_drafts(*drafter, dense, **MANY)
     beside = run_engines(runs, VLLM_KV_CACHE_LAYOUT="BLHNC")
-    return beside | run_engines({"another layout": eagle})
+    return beside | run_engines({"another layout": runs["eagle"]})
 
 
 def test_drafts_of_a_model(said, checkpoint):

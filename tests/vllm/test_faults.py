@@ -137,13 +137,8 @@ def test_damaged_weights_and_a_pool_for_less_than_a_request_are_refused_and_the_
 def test_a_killed_worker_ends_the_server_and_its_requests(shipped, tmp_path):
     with serving(shipped, tmp_path / "server.log", tensor_parallel_size=2) as server:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-            stream = client.completions.create(
-                model=str(shipped),
-                prompt=[5] * 50,
-                max_tokens=900,
-                extra_body={"ignore_eos": True},
-                stream=True,
-            )
+            options = {"max_tokens": 900, "extra_body": {"ignore_eos": True}, "stream": True}
+            stream = client.completions.create(model=str(shipped), prompt=[5] * 50, **options)
             next(iter(stream))
             children = psutil.Process(server.process.pid).children(recursive=True)
             next(child for child in children if "Worker" in "".join(child.cmdline())).kill()

@@ -147,11 +147,6 @@ def test_pages_are_read_and_written_by_16_bytes(value_chunk):
 )
 def test_on_a_gpu_they_are_exact(dtype, sizes, cache_dtype):
     shape = dict(zip(("head_dim", "chunk_size", "max_chunks", "value_chunk"), sizes, strict=True))
-    options = {
-        "num_groups": 4,
-        "num_columns": 32,
-        "cache_dtype": cache_dtype,
-        "has_glue": False,
-        "has_turns": False,
-    }
-    assert find_page_kernels(find_kernels(torch.device("cuda"), dtype, **shape, **options)) is not None
+    options = {"num_groups": 4, "num_columns": 32, "has_glue": False, "has_turns": False}
+    kernels = find_kernels(torch.device("cuda"), dtype, cache_dtype=cache_dtype, **shape, **options)
+    assert find_page_kernels(kernels) is not None

@@ -77,13 +77,9 @@ def server(checkpoint, tmp_path_factory):
 
 def test_fifty_prompts_are_answered_with_generates_tokens(server, checkpoint, prompts, answers):
     with OpenAI(base_url=f"{server}/v1", api_key="none", timeout=900) as client:
-        said = client.completions.create(
-            model=str(checkpoint),
-            prompt=[prompt.input_ids.tolist() for prompt in prompts],
-            max_tokens=NEW,
-            temperature=0,
-            extra_body={"return_token_ids": True},
-        )
+        options = {"max_tokens": NEW, "temperature": 0, "extra_body": {"return_token_ids": True}}
+        asked = [prompt.input_ids.tolist() for prompt in prompts]
+        said = client.completions.create(model=str(checkpoint), prompt=asked, **options)
     assert [choice.token_ids for choice in said.choices] == answers
 
 
