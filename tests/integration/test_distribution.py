@@ -22,12 +22,8 @@ def distributions(tmp_path_factory):
     """Folder with a wheel and an sdist, built from a copy of the tracked tree."""
     work = tmp_path_factory.mktemp("dist")
     tree = work / "tree"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for name in filter(None, tracked.stdout.decode().split("\0")):
         source, target = ROOT / name, tree / name
         if source.is_file():
@@ -45,19 +41,15 @@ def wheel(distributions):
 
 
 def test_wheel_holds_runtime_recipes_masks_and_the_shipped_model(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    for file in RUNTIME_FILES:
-        assert f"leank_convert/_runtime/{file}" in names
-    for recipe in RECIPES:
-        assert f"leank_convert/_recipes/{recipe}" in names
-    for mask in MASKS:
-        assert f"leank_convert/masks/{mask}" in names
+    names = {*zipfile.ZipFile(wheel).namelist()}
+    model = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+    folders = {"_runtime": RUNTIME_FILES, "_recipes": RECIPES, "masks": MASKS, "testbed/model": model}
+    for folder, files in folders.items():
+        assert {f"leank_convert/{folder}/{file}" for file in files} <= names
     # An editable install would stand in for a module that the wheel lacks.
     for path in (ROOT / "leank_convert").rglob("*.py"):
         linked = {"_runtime", "_recipes"} & set(path.parts)
         assert linked or path.relative_to(ROOT).as_posix() in names
-    for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        assert f"leank_convert/testbed/model/{file}" in names
     top_level = {name.split("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"leank_convert"}
 
