@@ -80,10 +80,5 @@ def example(once_per_run):
 @pytest.fixture
 def load():
     """Load a checkpoint as a stranger does, through the auto classes."""
-
-    def from_folder(folder, **kwargs):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=True, **kwargs
-        ).eval()
-
-    return from_folder
+    stranger = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+    return lambda folder, **kwargs: stranger(folder, **kwargs).eval()

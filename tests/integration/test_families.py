@@ -138,12 +138,9 @@ def test_masks_beside_linear_layers_are_measured(example, load):
     facts = facts_of(checkpoint.source)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source, attn_implementation=ATTENTION_NAME).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
-    recipe = Recipe(
-        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
-        width_multiple=4,
-        data={"wording": "testbed", "min_length": 200, "max_length": 280},
-        held_out_samples=0,
-    )
+    windows = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
+    data = {"wording": "testbed", "min_length": 200, "max_length": 280}
+    recipe = Recipe(windows=windows, width_multiple=4, data=data, held_out_samples=0)
     assert measure_cache(checkpoint.source, recipe).statistics.mean.shape == facts.mask_shape
     cache = load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True)[CACHE]
     with pytest.raises(ValueError, match="state cannot forget a token"):
@@ -155,16 +152,9 @@ def test_measured_scales_of_an_fp8_cache_travel_with_it(row, example, load, tmp_
     checkpoint = example(row.model_type)
     largest = torch.full((2, 2, 16), 20.0)
     scales = KVScales.of_largest(largest, largest, num_tokens=7, tasks=("retrieval",), seed=3)
-    out = export_checkpoint(
-        checkpoint.source,
-        ChannelMask(checkpoint.channel_mask),
-        tmp_path / "fp8",
-        sink_size=3,
-        recent_size=6,
-        flush_size=4,
-        kv_dtype="fp8",
-        kv_scales=scales,
-    )
+    mask, windows = ChannelMask(checkpoint.channel_mask), {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+    cache = {"kv_dtype": "fp8", "kv_scales": scales}
+    out = export_checkpoint(checkpoint.source, mask, tmp_path / "fp8", **windows, **cache)
     assert failed(out, checkpoint.source) == {}
     result = load(out).generate(**batch(), **GREEDY, return_dict_in_generate=True)
     assert result.sequences.shape == (2, 39)

@@ -220,7 +220,6 @@ def check_of_checkpoint(rng, folder):
         )
     if inspected is not None:
         raise inspected
-    return
 
 
 CASES = {

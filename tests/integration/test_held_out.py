@@ -75,13 +75,8 @@ def generates(model, sample):
     found = []
     for place in range(len(sample.questions)):
         prompt, answer = sample.prompt_ids(place)[None], sample.answer_ids(place)
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=len(answer),
-            do_sample=False,
-            pad_token_id=0,
-        )
+        options = {"max_new_tokens": len(answer), "do_sample": False, "pad_token_id": 0}
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         found.append(output[0, prompt.shape[1] :].equal(answer))
     return found
 

@@ -18,29 +18,12 @@ from leank_convert.verify import verify_checkpoint
 from tests.checks import edit_json, refusal, rejected
 from tests.tiny_families import OPTIONS
 
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-MULTIMODAL = {
-    "gemma3": (
-        "Gemma3",
-        {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
-        {"mm_tokens_per_image": 1},
-    ),
-    "qwen3_5": (
-        "Qwen3_5",
-        {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
-        {},
-    ),
-}
-
-
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, **HEADS}
+GEMMA = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+# Of each the stem of its classes, what sees images, and what else its config has.
+MULTIMODAL = {"gemma3": ("Gemma3", GEMMA, {"mm_tokens_per_image": 1}), "qwen3_5": ("Qwen3_5", QWEN, {})}
 WHOLE = {"all_channels": True, "sink_size": 4, "recent_size": 8}
 
 
@@ -54,10 +37,8 @@ def whole(request, tmp_path):
         **further,
     )
     torch.manual_seed(0)
-    model, folder = (
-        getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval(),
-        tmp_path / "whole",
-    )
+    folder = tmp_path / "whole"
+    model = getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval()
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("testbed")).save_pretrained(folder)
     return model, folder
