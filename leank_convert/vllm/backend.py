@@ -33,7 +33,7 @@ from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.prompt_attention import find_flash_attention
 from leank_convert.vllm.ranks import agree_on_kernels
 from leank_convert.vllm.refusals import has_drafter
-from leank_convert.vllm.rows import PromptRun, Rows, cut_step, uniform_rows
+from leank_convert.vllm.rows import PromptRun, Rows, cut_requests, place_requests, uniform_rows
 
 
 class LeanKBackend(AttentionBackend):
@@ -155,17 +155,9 @@ class LeanKMetadata:
                 self._cut = [uniform_rows(self.lengths, self.prompts, self.num_columns, sizes)], []
             else:
                 assert self.host_prompts is not None
-                self._cut = cut_step(
-                    self.starts.tolist(),
-                    self.host_lengths.tolist(),
-                    self.host_prompts,
-                    self.lengths,
-                    self.prompts,
-                    sizes,
-                    most_columns=self.most_columns,
-                    num_columns=self.decode_columns,
-                    most_keys=most_keys,
-                )
+                known = self.starts.tolist(), self.host_lengths.tolist(), self.host_prompts
+                parts = cut_requests(*known, self.most_columns, self.decode_columns, most_keys)
+                self._cut = place_requests(*parts, self.lengths, self.prompts, sizes)
         return self._cut
 
     @cached_property

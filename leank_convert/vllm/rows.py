@@ -159,23 +159,17 @@ def cut_requests(
     return rows, runs
 
 
-def cut_step(
-    starts: Sequence[int],
-    host_lengths: Sequence[int],
-    host_prompts: Sequence[int],
+def place_requests(
+    rows: list[list[tuple[int, int, int, int]]],
+    runs: list[list[Prompt]],
     lengths: torch.Tensor,
     prompts: torch.Tensor,
     sizes: Windows,
-    *,
-    most_columns: int,
-    num_columns: int,
-    most_keys: int,
 ) -> tuple[list[Rows], list[PromptRun]]:
-    """Cut a step as `cut_requests` does, by what the host knows: one copy to the device, not waited for.
+    """Bring what `cut_requests` cut to the device: one copy, not waited for.
 
-    On the device `lengths` and `prompts` are int32 `[B]`; lengths may be fewer than the host knows.
+    There `lengths` and `prompts` are int32 `[B]`; lengths may be fewer than the host knows.
     """
-    rows, runs = cut_requests(starts, host_lengths, host_prompts, most_columns, num_columns, most_keys)
     parts: list[torch.Tensor] = []
     for own in filter(None, rows):
         request, first, count, behind = torch.tensor(own, dtype=torch.int32).T

@@ -6,7 +6,7 @@ import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.windows_leank import Windows
-from leank_convert.vllm.rows import Prompt, cut_step, uniform_rows
+from leank_convert.vllm.rows import Prompt, cut_requests, place_requests, uniform_rows
 from leank_convert.vllm.rule import pruned_tokens_of
 
 SIZES = Windows(4, 8, 3)
@@ -17,7 +17,7 @@ def cut(starts, lengths, prompts, *, more=0, **options):
     on_device = (torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, prompts))
     known = [length + more for length in lengths]
     options = {"most_columns": MAX_DRAFT, "num_columns": 1, "most_keys": 1000, **options}
-    return cut_step(starts, known, prompts, *on_device, SIZES, **options)
+    return place_requests(*cut_requests(starts, known, prompts, **options), *on_device, SIZES)
 
 
 def columns_of(groups):
