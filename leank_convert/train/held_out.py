@@ -32,7 +32,7 @@ from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.packing import PackedSample, pack_sample, padded_sizes
-from leank_convert.train.passes import run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.passes import follow_context, run_context_pass
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import distillation_loss
 from leank_convert.train.split_attention import StoredContext
@@ -92,13 +92,13 @@ def compare_answers(
     packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))
     stored = StoredContext(packed.sizes.context, offload, key_mean=key_mean)
     context = run_context_pass(model, packed.context_ids, stored)
-    hidden_states = run_question_pass(model, context, packed)
+    hidden_states = follow_context(model, context, packed)
     teacher = hidden_states[packed.sizes.questions :]
     ends = [end - 1 for end in accumulate(question.answer_start for question in sample.questions)]
     prompts = hidden_states[ends]
     pruned, distillation = [], []
     for student in students:
-        found = run_answer_pass(model, context, packed, student)
+        found = follow_context(model, context, packed, student)
         pruned.append(_find_right(model, prompts, found, packed))
         distillation.append(distillation_loss(teacher, found, packed.answer_owners).item())
     owners = packed.answer_owners

@@ -45,8 +45,8 @@ def distil_answers(
     model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
 ) -> Tensor:
     """Loss of a sample whose context is stored already; as `distil`."""
-    teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
-    hidden_states = run_answer_pass(model, context, packed, student)
+    teacher = follow_context(model, context, packed)[packed.sizes.questions :]
+    hidden_states = follow_context(model, context, packed, student)
     loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
     # Of a model that is spread over devices, the last layer lies elsewhere.
     return loss.to(student.scaling_factors.device)
@@ -78,26 +78,15 @@ def run_context_pass(
     return context
 
 
-@torch.no_grad()
-def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedSample) -> Tensor:
-    """Run the dense model over questions and answers; the context takes the questions' keys and values.
+def follow_context(
+    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student | None = None
+) -> Tensor:
+    """Run what follows a context: final-norm hidden states [N, hidden_size].
 
-    The final-norm hidden states of all these tokens [T, hidden_size] have the teacher's at those of answers.
+    The dense model runs all T tokens of questions and answers, without gradient, and the context takes the
+    questions' keys and values; the teacher's states are those of answers. Of a student the R tokens of
+    answers run alone, with gradient.
     """
-    return _follow(model, context, packed, None)
-
-
-def run_answer_pass(
-    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
-) -> Tensor:
-    """Run a student's answers alone, with gradient: final-norm hidden states [R, hidden_size]."""
-    return _follow(model, context, packed, student)
-
-
-def _follow(
-    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student | None
-) -> Tensor:
-    """Run what follows a context, of a student the answers alone: hidden states [N, hidden_size]."""
     device = _device(model)
     num_tokens = len(packed.input_ids) if student is None else packed.sizes.answers
     window = getattr(model.config, "sliding_window", None)
@@ -109,7 +98,9 @@ def _follow(
         plan_rows(packed, num_tokens) if linear_layers(model) else None,
         student,
     )
-    with torch.compiler.set_stance("force_eager"):  # layers as they are written, where some are compiled
+    learns = student is not None and torch.is_grad_enabled()
+    # Layers as they are written, where some are compiled.
+    with torch.set_grad_enabled(learns), torch.compiler.set_stance("force_eager"):
         return _run(model, packed.input_ids[-num_tokens:], packed.positions[-num_tokens:], following)
 
 

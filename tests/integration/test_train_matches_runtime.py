@@ -12,7 +12,7 @@ from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME, Student
 from leank_convert.train.held_out import values_left
 from leank_convert.train.packing import pack_sample
-from leank_convert.train.passes import run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.passes import follow_context, run_context_pass
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from runtime import modeling_leank
@@ -97,10 +97,10 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
         packed = pack_sample(TrainingSample("retrieval", prefix, tuple(questions)))
         room = StoredContext(num_context, key_mean=None if key_mean is None else key_mean.float())
         context = run_context_pass(trained, prefix, room)
-        teacher = run_question_pass(trained, context, packed)
+        teacher = follow_context(trained, context, packed)
         left = values_left(wanted, torch.device("cpu"))
         pruned = Student(Windows(sink_size, recent_size), mask.double(), mask.any(-1), **left)
-        student = run_answer_pass(trained, context, packed, pruned)
+        student = follow_context(trained, context, packed, pruned)
 
         model_class = getattr(modeling_leank, f"LeanK{ARCHITECTURES[family].base_class}")
         deployed = model_class.from_pretrained(tmp_path / "out", dtype=torch.float64, **eager)

@@ -11,7 +11,7 @@ from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME, Student
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.packing import pack_sample, padded_sizes
-from leank_convert.train.passes import distil, run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.passes import distil, follow_context, run_context_pass
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
@@ -59,8 +59,8 @@ def run_passes(model, sample, windows, factors, sees=None, gates=None, *, key_me
     packed = pack_sample(sample)
     room = StoredContext(len(sample.prefix_ids), offload, key_mean=key_mean)
     context = run_context_pass(model, sample.prefix_ids, room)
-    teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
-    return teacher, run_answer_pass(model, context, packed, Student(windows, factors, sees, gates))
+    teacher = follow_context(model, context, packed)[packed.sizes.questions :]
+    return teacher, follow_context(model, context, packed, Student(windows, factors, sees, gates))
 
 
 def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):

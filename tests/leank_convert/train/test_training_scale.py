@@ -25,7 +25,7 @@ def test_memory_that_does_not_suffice_is_told_with_the_sample_and_what_to_change
     train_one, short_recipe, tmp_path, fail_at
 ):
     recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 2})
-    failure = fail_at(passes, "run_question_pass", 5, torch.OutOfMemoryError("CUDA out of memory.\nmore"))
+    failure = fail_at(passes, "follow_context", 9, torch.OutOfMemoryError("CUDA out of memory.\nmore"))
     told = r"memory does not suffice for step 5, task `ret.*\d{3} tokens of context, 2 questions: CUDA out of"
     remedies = "data.max_length", "data.questions_per_context", "offload_context=true"
     with refusal(told, *remedies, exit_code=1), failure:
