@@ -22,11 +22,12 @@ from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError
-from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
+from leank_convert.train.split_attention import Student
 
 # How many are asked of one context, and the tokens of a question and its answer.
 _QUESTIONS, _TOY_QUESTIONS = (8, (24, 40)), (2, (3, 5))
@@ -137,8 +138,7 @@ def check_step(
         loss, gradient = judge(errors[0], max(theirs)), judge(errors[1], theirs[1])
         ok = loss["ok"] and gradient["ok"]
         cases.append({"questions": count, "loss": loss, "gradient": gradient, "ok": ok})
-    ok = all(case["ok"] for case in cases)
-    return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
+    return {"layers": num_layers, "tokens": length, "cases": cases, "ok": all(case["ok"] for case in cases)}
 
 
 def differentiate(

@@ -12,7 +12,7 @@ Letters: H query heads, H_kv KV heads, G = H / H_kv, D head_dim, P context token
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,40 +24,14 @@ from transformers import AttentionInterface
 
 from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
-from leank_convert.train.split_attention import Pair, Regions, StoredContext, split_attention
+from leank_convert.train.split_attention import Pair, Regions, StoredContext, Student, split_attention
 from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
-from leank_convert.windows import Windows
 
 ATTENTION_NAME = "leank_train"
 
 
 class ContextIsStored(Exception):  # noqa: N818 - no error: what would follow is not needed
     """Ends the dense pass over a block: nothing reads what the last layer makes of the context."""
-
-
-@dataclass(frozen=True)
-class Student:
-    """What the answers are computed with."""
-
-    windows: Windows  # sink and recent window
-    scaling_factors: Tensor  # stage 1's factors, or stage 2's zeros and ones [L, H_kv, D]
-    # Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity; None if every head
-    # sees it (stage 1, where factors of 0 still leave logits of 0).
-    sees_middle: Tensor | None = None
-    # DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g times what
-    # it is without the middle; None for no such mixture.
-    gates: Tensor | None = None
-    # A pruned token's V has its directions, the columns of a basis [L, H_kv, D, D], each times a factor
-    # [L, H_kv, D]; None for all of V, as while channels of K are learned.
-    value_basis: Tensor | None = None
-    value_factors: Tensor | None = None
-
-    @property
-    def learned(self) -> Tensor:
-        """The gates of heads where there are any, else the factors of V's directions, else those of K."""
-        if self.gates is not None:
-            return self.gates
-        return self.scaling_factors if self.value_factors is None else self.value_factors
 
 
 # What looks on at a block's attention in layers with full attention: the layer's place among them, queries
@@ -159,16 +133,18 @@ def training_attention(
         return output, None
     regions = leank_pass.regions if sliding_window is None else leank_pass.window_regions
     assert regions is not None
-    if leank_pass.student is None:
+    student = leank_pass.student
+    if student is None:
         num = leank_pass.num_questions
         context.questions[layer] = key[:, :, :num], value[:, :, :num]
     else:
         asked = context.questions[layer]
         key, value = (torch.cat(parts, dim=2) for parts in zip(asked, (key, value), strict=True))
-        if sliding_window is None:
-            student = leank_pass.student
-            return _answer_attention(module, query, key, value, leank_pass, student, scaling, s_aux), None
-    return split_attention(query, key, value, context, layer, regions, scaling, sinks=s_aux), None
+    load = partial(context.load, layer)
+    attend_with = partial(split_attention, query, key, value, load, regions, scaling, sinks=s_aux)
+    if student is None or sliding_window is not None:
+        return attend_with(), None
+    return _answer_attention(attend_with, student.of_layer(_place(module))), None
 
 
 # The context pass may run through compiled layers (`fusion`); what is fused already stays out of them.
@@ -185,35 +161,16 @@ def _place(module: Any) -> int:
     return layer if kinds is None else kinds[:layer].count("full_attention")
 
 
-def _answer_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    answers: FollowingPass,
-    student: Student,
-    scaling: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _answer_attention(attend_with: Callable[..., Tensor], student: Student) -> Tensor:
     """Attention of the answers' N tokens with a layer's factors and gates: [1, N, H, D]."""
-    place = _place(module)
-    factors = student.scaling_factors[place]
-
-    attend_with = partial(
-        split_attention,
-        *(query, key, value, answers.context, module.layer_idx, answers.regions, scaling, factors),
-        sinks=sinks,
-        value_basis=None if student.value_basis is None else student.value_basis[place],
-        value_factors=None if student.value_factors is None else student.value_factors[place],
-    )
-    output = attend_with(sees_middle=None if student.sees_middle is None else student.sees_middle[place])
+    output = attend_with(student=student)
     if student.gates is None:
         return output
-    compute = torch.promote_types(query.dtype, torch.float32)
-    gates = student.gates[place].to(query.device, compute)
-    streaming = attend_with(sees_middle=torch.zeros_like(gates, dtype=torch.bool))
-    shares = gates.repeat_interleave(query.shape[1] // len(gates))[:, None]
-    return torch.lerp(streaming.to(compute), output.to(compute), shares).to(query.dtype)
+    compute = torch.promote_types(output.dtype, torch.float32)
+    gates = student.gates.to(output.device, compute)
+    streaming = attend_with(student=replace(student, sees_middle=torch.zeros_like(gates, dtype=torch.bool)))
+    shares = gates.repeat_interleave(output.shape[2] // len(gates))[:, None]
+    return torch.lerp(streaming.to(compute), output.to(compute), shares).to(output.dtype)
 
 
 def _context_attention(

@@ -19,13 +19,13 @@ from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
 from leank_convert.head_layout import BytesPerToken, bytes_of
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
-from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import count_bytes, find_trainable, load_model
 from leank_convert.train.ranks import Ranks, count_ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
+from leank_convert.train.split_attention import Student
 from leank_convert.train.value_basis import NUM_CONTEXTS
 from leank_convert.windows import Windows
 

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
-from leank_convert.train.attention import Student
 from leank_convert.train.linear import linear_layers
 from leank_convert.train.packing import PackedSample, Sizes, pack_sample, padded_sizes
 from leank_convert.train.passes import distil, distil_answers, rotates_by_length, run_context_pass
-from leank_convert.train.split_attention import StoredContext
+from leank_convert.train.split_attention import StoredContext, Student
 
 # Operations of a context pass's weights that take about as long as its launches: 0.1 s for 32 layers.
 _MOST_OPERATIONS = 4e13

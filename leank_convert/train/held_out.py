@@ -26,7 +26,6 @@ from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
-from leank_convert.train.attention import Student
 from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
@@ -35,7 +34,7 @@ from leank_convert.train.packing import PackedSample, pack_sample, padded_sizes
 from leank_convert.train.passes import follow_context, run_context_pass
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import distillation_loss
-from leank_convert.train.split_attention import StoredContext
+from leank_convert.train.split_attention import StoredContext, Student
 from leank_convert.windows import Windows
 
 # Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.

@@ -11,11 +11,11 @@ from transformers import __version__ as transformers_version
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
-from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Observer, Student
+from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Observer
 from leank_convert.train.linear import carry_states, linear_layers
 from leank_convert.train.packing import PackedSample, plan_rows
 from leank_convert.train.scaling import distillation_loss
-from leank_convert.train.split_attention import StoredContext, plan_regions
+from leank_convert.train.split_attention import StoredContext, Student, plan_regions
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.

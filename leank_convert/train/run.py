@@ -17,7 +17,6 @@ from leank_convert.data import SampleSource, SampleStream, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
-from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.key_mean import count_contexts, measure_keys
@@ -27,6 +26,7 @@ from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import build_mask, load_fitting, select_channels, select_for
+from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows

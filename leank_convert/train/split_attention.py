@@ -10,7 +10,8 @@ query, whose product with a key is the same. Letters as in `attention`; W keys o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -129,6 +130,37 @@ class Regions:
     first: int = 0  # context tokens before it are seen by no query, and left out of all other numbers here
 
 
+@dataclass(frozen=True)
+class Student:
+    """What the answers are computed with."""
+
+    windows: Windows  # sink and recent window
+    scaling_factors: Tensor  # stage 1's factors, or stage 2's zeros and ones [L, H_kv, D]
+    # Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity; None if every head
+    # sees it (stage 1, where factors of 0 still leave logits of 0).
+    sees_middle: Tensor | None = None
+    # DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g times what
+    # it is without the middle; None for no such mixture.
+    gates: Tensor | None = None
+    # A pruned token's V has its directions, the columns of a basis [L, H_kv, D, D], each times a factor
+    # [L, H_kv, D]; None for all of V, as while channels of K are learned.
+    value_basis: Tensor | None = None
+    value_factors: Tensor | None = None
+
+    def of_layer(self, place: int) -> Student:
+        """What one layer's answers are computed with, from its place among those with full attention."""
+        tensors = ((name, part) for name, part in vars(self).items() if isinstance(part, Tensor))
+        own: dict[str, Any] = {name: part[place] for name, part in tensors}
+        return replace(self, **own)
+
+    @property
+    def learned(self) -> Tensor:
+        """The gates of heads where there are any, else the factors of V's directions, else those of K."""
+        if self.gates is not None:
+            return self.gates
+        return self.scaling_factors if self.value_factors is None else self.value_factors
+
+
 def plan_regions(
     packed: PackedSample,
     num_queries: int,
@@ -172,40 +204,37 @@ def split_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    context: StoredContext,
-    layer: int,
+    stored: Callable[[], Pair],
     regions: Regions,
     scaling: float,
-    scaling_factors: Tensor | None = None,
-    sees_middle: Tensor | None = None,
+    student: Student | None = None,
     sinks: Tensor | None = None,
-    value_basis: Tensor | None = None,
-    value_factors: Tensor | None = None,
 ) -> Tensor:
     """Attention [1, N, H, D] of queries [1, H, N, D] over a layer's stored context and T tokens after it.
 
     Their keys and values are [1, H_kv, T, D]. The logit is `scaling * q·k` where `regions` say full, and
-    `scaling * (q ⊙ scaling_factors)·k` elsewhere, with this layer's [H_kv, D]; heads that do not see the
-    middle are False in `sees_middle` [H_kv]. Sinks' logits, [H] or [1, H, N] for every query, take their
-    share of the softmax. Where `regions` do not say full, V has each of its directions, the columns of
+    `scaling * (q ⊙ scaling_factors)·k` elsewhere, with this layer's part of a student; heads that do not see
+    the middle are False in its `sees_middle` [H_kv]. Sinks' logits, [H] or [1, H, N] for every query, take
+    their share of the softmax. Where `regions` do not say full, V has each of its directions, the columns of
     `value_basis` [H_kv, D, D], times a factor of `value_factors` [H_kv, D]. Gradients reach all but the
     basis.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
-    scaled = None
-    if scaling_factors is not None:
+    scaled = hidden = basis = factors = None
+    if student is not None:
         compute = torch.promote_types(query.dtype, torch.float32)
-        scaled = folded.to(compute) * scaling_factors.to(query.device, compute)[:, None]
-    if value_basis is not None and value_factors is not None:
-        like = torch.promote_types(query.dtype, torch.float32)
-        value_basis, value_factors = (part.to(query.device, like) for part in (value_basis, value_factors))
-    hidden = None if sees_middle is None else ~sees_middle.to(query.device)
+        scaled = folded.to(compute) * student.scaling_factors.to(query.device, compute)[:, None]
+        if student.sees_middle is not None:
+            hidden = ~student.sees_middle.to(query.device)
+        if student.value_basis is not None and student.value_factors is not None:
+            basis, factors = (
+                part.to(query.device, compute) for part in (student.value_basis, student.value_factors)
+            )
     if sinks is not None:
         sinks = of_queries(sinks, num_queries).reshape(batch, key.shape[1], -1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-        *(folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks),
-        *(value_basis, value_factors),
+        *(folded, scaled, key, value, stored, regions, scaling, hidden, sinks, basis, factors)
     )
     return output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
@@ -220,8 +249,7 @@ class _SplitAttention(torch.autograd.Function):
         scaled: Tensor | None,
         key: Tensor,
         value: Tensor,
-        context: StoredContext,
-        layer: int,
+        load: Callable[[], Pair],
         regions: Regions,
         scaling: float,
         hidden: Tensor | None,
@@ -229,7 +257,7 @@ class _SplitAttention(torch.autograd.Function):
         basis: Tensor | None,
         factors: Tensor | None,
     ) -> Tensor:
-        stored = _seen(context, layer, regions)
+        stored = _seen(load, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
         scores = rest.scores(query, scaled, scaling, hidden)
         lse = scores.logsumexp(-1)
@@ -259,7 +287,7 @@ class _SplitAttention(torch.autograd.Function):
         ctx.save_for_backward(
             query, scaled, key, value, output, lse, hidden, sinks, basis, factors, directions
         )
-        ctx.context, ctx.layer, ctx.regions, ctx.scaling = context, layer, regions, scaling
+        ctx.load, ctx.regions, ctx.scaling = load, regions, scaling
         return output
 
     @staticmethod
@@ -268,7 +296,7 @@ class _SplitAttention(torch.autograd.Function):
         query, scaled, key, value, output, lse, hidden, sinks, basis, factors, directions = ctx.saved_tensors
         regions: Regions = ctx.regions
         scaling: float = ctx.scaling
-        stored = _seen(ctx.context, ctx.layer, regions)
+        stored = _seen(ctx.load, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
         weights = rest.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
         own = slice(rest.keys.shape[2] - key.shape[2], None)
@@ -312,15 +340,15 @@ class _SplitAttention(torch.autograd.Function):
             to_scaled,
             to_key.to(key.dtype),
             to_value.to(value.dtype),
-            *(None,) * 5,
+            *(None,) * 4,
             to_sinks,
             None,
             to_factors,
         )
 
 
-def _seen(context: StoredContext, layer: int, regions: Regions) -> Pair:
-    key, value = (kept[:, :, regions.first :] for kept in context.load(layer))
+def _seen(load: Callable[[], Pair], regions: Regions) -> Pair:
+    key, value = (kept[:, :, regions.first :] for kept in load())
     return key, value
 
 

@@ -11,9 +11,9 @@ from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
-from leank_convert.train.attention import Student
 from leank_convert.train.held_out import compare_answers
 from leank_convert.train.model import find_model, load_model
+from leank_convert.train.split_attention import Student
 from leank_convert.windows import Windows
 
 NUM_CONTEXTS = 8

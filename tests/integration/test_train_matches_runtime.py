@@ -9,11 +9,11 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES
 from leank_convert.mask import ChannelMask
-from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.held_out import values_left
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import follow_context, run_context_pass
-from leank_convert.train.split_attention import StoredContext
+from leank_convert.train.split_attention import StoredContext, Student
 from leank_convert.windows import Windows
 from runtime import modeling_leank
 from tests.checks import prune_values

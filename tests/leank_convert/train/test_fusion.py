@@ -9,10 +9,11 @@ import torch
 
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
-from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil, run_context_pass
+from leank_convert.train.split_attention import Student
 from leank_convert.windows import Windows
 from tests.tiny_families import tiny_model
 

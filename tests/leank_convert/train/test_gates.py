@@ -11,13 +11,13 @@ from leank_convert.methods import calibration
 from leank_convert.recipe import Recipe
 from leank_convert.report import mask_report
 from leank_convert.train import loop
-from leank_convert.train.attention import Student
 from leank_convert.train.forecast import forecast
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
 from leank_convert.train.run import Run
 from leank_convert.train.selection import select_channels
+from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.windows import Windows
 from tests.checks import llama_facts, refusal

@@ -8,11 +8,11 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.data import Question, TrainingSample
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train import passes
-from leank_convert.train.attention import ATTENTION_NAME, Student
+from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.packing import pack_sample, padded_sizes
 from leank_convert.train.passes import distil, follow_context, run_context_pass
-from leank_convert.train.split_attention import StoredContext
+from leank_convert.train.split_attention import StoredContext, Student
 from leank_convert.windows import Windows
 from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
 

@@ -8,7 +8,7 @@ import torch
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import fused
 from leank_convert.train.packing import pack_sample
-from leank_convert.train.split_attention import StoredContext, plan_regions, split_attention
+from leank_convert.train.split_attention import StoredContext, Student, plan_regions, split_attention
 from leank_convert.windows import Windows
 
 
@@ -75,10 +75,9 @@ class Case:
         context = StoredContext(p, offload)
         context.store(0, key[:, :, :p], value[:, :, :p])
         regions = plan_regions(self.packed, query.shape[2], windows, query.device)
-        return split_attention(
-            query, key[:, :, p:], value[:, :, p:], context, 0, regions, scaling,
-            None if windows is None else factors, sees, None, *of_values,
-        )  # fmt: skip
+        student = None if windows is None else Student(windows, factors, sees, None, *of_values)
+        own = key[:, :, p:], value[:, :, p:]
+        return split_attention(query, *own, lambda: context.load(0), regions, scaling, student)
 
     def naive(self, windows, sees=None, scaling=0.3, tensors=None):
         """Each question by itself behind the context."""

@@ -8,11 +8,11 @@ import torch
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_masks
 from leank_convert.train import graphs
-from leank_convert.train.attention import Student
 from leank_convert.train.log import read_log
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil
 from leank_convert.train.run import Run
+from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.windows import Windows
 

@@ -12,12 +12,12 @@ from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, value_basis
-from leank_convert.train.attention import Student
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.held_out import compare_answers
 from leank_convert.train.key_mean import measure_keys
 from leank_convert.train.log import LOG_NAME, read_log
 from leank_convert.train.schedule import Schedule
+from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
