@@ -30,7 +30,7 @@ from leank_convert.vllm.attention import append_by_slot, attend_densely
 from leank_convert.vllm.cache import LeanKWindowSpec
 from leank_convert.vllm.page_copies import gather_run
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
-from leank_convert.vllm.prompt_attention import find_flash_attention
+from leank_convert.vllm.prompt_attention import attend_to_run, find_flash_attention
 from leank_convert.vllm.ranks import agree_on_kernels
 from leank_convert.vllm.refusals import has_drafter
 from leank_convert.vllm.rows import PromptRun, Rows, cut_requests, place_requests, uniform_rows
@@ -325,41 +325,12 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 # A sink's logit is no product with a key, so keys need their mean here.
                 if self.sinks is not None and layer.key_mean is not None:
                     keys = (keys + layer.key_mean[0]).to(query.dtype)
-            self._attend_to_prompts(query[part], keys, values, run, output[part])
+            given = self.scale, self.sinks, self.flash_attention
+            attend_to_run(query[part], keys, values, run, output[part], *given)
         if layer.value_basis is not None:
             attended = output[: step.num_tokens]
             attended.copy_(_by_heads(rotate_back, attended, layer.value_basis))
         return output
-
-    def _attend_to_prompts(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        run: PromptRun,
-        output: torch.Tensor,
-    ) -> None:
-        if self.flash_attention is not None:
-            self.flash_attention(
-                q=query,
-                k=keys,
-                v=values,
-                out=output,
-                cu_seqlens_q=run.starts,
-                max_seqlen_q=run.longest,
-                cu_seqlens_k=run.key_starts,
-                max_seqlen_k=run.longest_keys,
-                softmax_scale=self.scale,
-                causal=True,
-                s_aux=self.sinks,
-            )
-            return
-        first = 0
-        for part in run.parts:
-            own = slice(first, first + part.num_tokens)
-            tokens = slice(part.first - run.tokens.start, part.stop - run.tokens.start)
-            output[tokens] = attend_densely(query[tokens], keys[own], values[own], self.scale, self.sinks)
-            first += part.num_tokens
 
     def _attend_with_rows(
         self,

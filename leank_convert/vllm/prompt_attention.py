@@ -5,21 +5,56 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.attention import attend_densely
+from leank_convert.vllm.rows import Prompt, PromptRun, place_requests
 
 logger = logging.getLogger(__name__)
 
 Attend = Callable[..., Any]
 """Takes the keywords of vLLM's `flash_attn_varlen_func`, and writes to `out`."""
 
-# Of the check: new tokens of each prompt, and all of its tokens. The second was begun in an earlier step.
-_NEW, _ALL = (70, 33), (70, 200)
+# Of the check. The second was begun in an earlier step.
+_PROMPTS = [Prompt(0, 0, 70, 70), Prompt(1, 70, 103, 200)]
+
+
+def attend_to_run(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    run: PromptRun,
+    output: torch.Tensor,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+    flash_attention: Attend | None,
+) -> None:
+    """Attend to a run's prompts, new tokens `[T, H, D]` to all `[n, H_kv, D]`; torch does without flash."""
+    if flash_attention is not None:
+        flash_attention(
+            q=query,
+            k=keys,
+            v=values,
+            out=output,
+            cu_seqlens_q=run.starts,
+            max_seqlen_q=run.longest,
+            cu_seqlens_k=run.key_starts,
+            max_seqlen_k=run.longest_keys,
+            softmax_scale=softmax_scale,
+            causal=True,
+            s_aux=sinks,
+        )
+        return
+    first = 0
+    for part in run.parts:
+        own = slice(first, first + part.num_tokens)
+        tokens = slice(part.first - run.tokens.start, part.stop - run.tokens.start)
+        output[tokens] = attend_densely(query[tokens], keys[own], values[own], softmax_scale, sinks)
+        first += part.num_tokens
 
 
 @functools.cache
@@ -75,28 +110,15 @@ def disagreement(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    query, output = random(sum(_NEW), num_heads, head_size), random(sum(_NEW), num_heads, head_size)
+    nothing = torch.empty(0, device=device)
+    with torch.device("cpu"):  # whatever torch's default device is
+        _, (run,) = place_requests([[], []], [_PROMPTS], nothing, nothing, Windows())
+    query, output = (random(run.tokens.stop, num_heads, head_size) for _ in range(2))
     # K beside V, as a projection leaves them.
-    keys, values = random(sum(_ALL), 2, num_kv_heads, head_size).unbind(1)
-    starts, key_starts = (
-        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (_NEW, _ALL)
-    )
+    keys, values = random(run.num_keys, 2, num_kv_heads, head_size).unbind(1)
     scale, sinks = head_size**-0.5, random(num_heads) if has_sinks else None
-    attend(
-        q=query,
-        k=keys,
-        v=values,
-        out=output,
-        cu_seqlens_q=starts,
-        max_seqlen_q=max(_NEW),
-        cu_seqlens_k=key_starts,
-        max_seqlen_k=max(_ALL),
-        softmax_scale=scale,
-        causal=True,
-        s_aux=sinks,
-    )
-    parts = zip(query.split(_NEW), keys.split(_ALL), values.split(_ALL), strict=True)
-    whole = ([states.float() for states in part] for part in parts)
-    expected = torch.cat([attend_densely(q, k, v, scale, sinks) for q, k, v in whole])
+    attend_to_run(query, keys, values, run, output, scale, sinks, attend)
+    expected = torch.empty_like(output, dtype=torch.float32)
+    attend_to_run(query.float(), keys.float(), values.float(), run, expected, scale, sinks, None)
     error = float((output.float() - expected).norm() / expected.norm())
     return error if error == error else 1.0
