@@ -28,7 +28,7 @@ from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import prepare, train, write_result
 from leank_convert.train.model import find_trainable
 from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.selection import build_mask, select_for
+from leank_convert.train.selection import note_origin, select_for
 from leank_convert.train.state import TrainingDirectory
 
 _logger = logging.getLogger("leank_convert")
@@ -175,19 +175,11 @@ def _measure(
                 f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "
                 f"{list(calibration.shape)} (layers, KV heads, channels)"
             )
-    keys = calibration.keys
-    masks = {
-        ratio: build_mask(
-            recipe,
-            ratio,
-            files,
-            select_for(recipe, scores, ratio),
-            key_mean=None if keys is None else keys.mean,
-            key_mean_tokens=None if keys is None else keys.num_tokens,
-            values=calibration.values,
-        )
-        for ratio in recipe.pruning_ratios
-    }
+    keys, values, masks = calibration.keys, calibration.values, {}
+    for ratio in recipe.pruning_ratios:
+        mask = ChannelMask(select_for(recipe, scores, ratio), key_mean=None if keys is None else keys.mean)
+        mask = note_origin(mask, recipe, ratio, files, None if keys is None else keys.num_tokens)
+        masks[ratio] = mask if values is None else values.prune(mask, recipe.value_pruning_ratio)
     if not recipe.held_out_samples:  # some methods do without the weights
         return masks, gates, {}
     return masks, gates, check_held_out(calibration.loaded, recipe, masks, ranks, (), progress=progress)

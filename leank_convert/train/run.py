@@ -25,7 +25,7 @@ from leank_convert.train.model import LoadedModel
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
-from leank_convert.train.selection import build_mask, load_fitting, select_channels, select_for
+from leank_convert.train.selection import load_fitting, note_origin, select_channels, select_for
 from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
@@ -214,21 +214,16 @@ class Run:
         values = None if state.values is None else ValueBasis(**state.values)
         ratios = self.recipe.pruning_ratios
         of_values: Sequence[Tensor | None] = state.finished_values or [None] * len(ratios)
-        return {
-            ratio: build_mask(
-                self.recipe,
-                ratio,
-                self.loaded,
-                self._select(learned, ratio).cpu(),
-                given=self._given,
-                scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
-                key_mean=state.key_mean,
-                key_mean_tokens=state.key_mean_tokens,
-                values=values,
-                value_factors=None if of_value is None else of_value.cpu(),
-            )
-            for ratio, learned, of_value in zip(ratios, self._learned, of_values, strict=True)
-        }
+        found = {}
+        for ratio, learned, of_value in zip(ratios, self._learned, of_values, strict=True):
+            factors = None if self.recipe.method_row.whole_heads else learned.cpu()
+            chosen = self._select(learned, ratio).cpu()
+            mask = self._given or ChannelMask(chosen, factors, key_mean=state.key_mean)
+            mask = note_origin(mask, self.recipe, ratio, self.loaded, state.key_mean_tokens)
+            if values is not None:
+                mask = values.prune(mask, self.recipe.value_pruning_ratio, of_value)
+            found[ratio] = mask
+        return found
 
     @property
     def _factors(self) -> Tensor:

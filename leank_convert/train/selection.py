@@ -20,7 +20,6 @@ from leank_convert.mask import ChannelMask, check_mask_fits, check_of_keys, load
 from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.model import ModelFiles
-from leank_convert.train.value_basis import ValueBasis
 
 
 def select_channels(
@@ -79,7 +78,7 @@ def select_channels(
     if rounding == "nearest":
         widths = _round_to_nearest(judged, kept_fraction, width_multiple, most)
     else:
-        widths = _fill_budget(judged, kept_fraction, width_multiple, most)
+        widths = fill_budget(judged, kept_fraction, width_multiple, most)
     if budget == "uniform" and not widths.any():
         raise LeanKError(
             f"`pruning_ratio` {pruning_ratio:g} leaves every head of a uniform budget "
@@ -113,20 +112,13 @@ def select_for(recipe: Recipe, scores: Tensor, pruning_ratio: float) -> Tensor:
     )
 
 
-def build_mask(
-    recipe: Recipe,
-    pruning_ratio: float,
-    files: ModelFiles,
-    channel_mask: Tensor,
-    *,
-    scaling_factors: Tensor | None = None,
-    given: ChannelMask | None = None,
-    key_mean: Tensor | None = None,
-    key_mean_tokens: int | None = None,
-    values: ValueBasis | None = None,
-    value_factors: Tensor | None = None,
+def note_origin(
+    mask: ChannelMask, recipe: Recipe, pruning_ratio: float, files: ModelFiles, key_mean_tokens: int | None
 ) -> ChannelMask:
-    """The mask of one of a recipe's ratios, with where it comes from; of a given one, with V pruned, too."""
+    """The mask of one of a recipe's ratios, with where it comes from.
+
+    One that the recipe names keeps what it says of that, with by what recipe V was learned beside it.
+    """
     provenance = MaskProvenance.for_model(
         model_name(files.name),
         files.facts,
@@ -138,11 +130,12 @@ def build_mask(
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )
-    if given is None:
-        mask = ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
-    else:
-        mask = _take_origin(given, provenance)
-    return mask if values is None else values.prune(mask, recipe.value_pruning_ratio, value_factors)
+    if recipe.mask is None:
+        return replace(mask, provenance=provenance)
+    unknown: dict[str, Any] = dict.fromkeys(("recipe", "pruning_ratio_asked", "width_multiple", "seed"))
+    known = mask.provenance or replace(provenance, method="imported", **unknown)
+    mask = replace(mask, provenance=replace(known, held_out=None, evaluation=None))
+    return mask.noting_recipe("V's directions were learned", provenance.recipe or "")
 
 
 def text_without_paths(recipe: Recipe) -> str:
@@ -160,20 +153,6 @@ def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
     return found
 
 
-def _take_origin(given: ChannelMask, provenance: MaskProvenance) -> ChannelMask:
-    """A given mask that says where it comes from, and by what recipe V was learned beside it."""
-    made: dict[str, Any] = {
-        "method": "imported",
-        "recipe": None,
-        "pruning_ratio_asked": None,
-        "width_multiple": None,
-        "seed": None,
-    }
-    known = given.provenance or replace(provenance, **made)
-    mask = replace(given, provenance=replace(known, held_out=None, evaluation=None))
-    return mask.noting_recipe("V's directions were learned", provenance.recipe or "")
-
-
 def _ranks(factors: Tensor) -> Tensor:
     """Each channel's place within its head, best first, ties to the lower channel: [..., D]."""
     order = torch.sort(factors, dim=-1, descending=True, stable=True).indices
@@ -188,7 +167,7 @@ def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int, m
     return rounded.clamp(max=most * multiple)
 
 
-def _fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:
+def fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:
     """Widths [L, H_kv]: as many whole multiples as fit, those of the largest sum of factors first."""
     best_first = torch.sort(factors.double(), dim=-1, descending=True).values
     chunks = best_first[..., : most * multiple].view(*factors.shape[:-1], most, multiple).sum(-1)

@@ -8,7 +8,6 @@ Letters as in `attention`; L pruned layers, G = H / H_kv.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,6 +23,7 @@ from leank_convert.progress import progress_bar
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.ranks import Ranks
+from leank_convert.train.selection import fill_budget
 from leank_convert.train.split_attention import Pair, StoredContext
 from leank_convert.value_weights import digest_values
 from leank_convert.windows import Windows
@@ -55,7 +55,7 @@ class ValueBasis:
         layers = self.energies.sum((1, 2)).clamp(min=torch.finfo(self.energies.dtype).tiny)
         scores, directions = self.energies / layers[:, None, None], self.directions
         if factors is not None:  # many end alike
-            scores = factors.double() + _TIE * scores
+            scores = factors.cpu().double() + _TIE * scores
             order = scores.argsort(dim=-1, descending=True, stable=True)
             scores = scores.gather(-1, order)
             directions = directions.gather(-1, order[..., None, :].expand_as(directions))
@@ -73,14 +73,11 @@ def choose_value_widths(scores: Tensor, sees_pruned: Tensor, pruning_ratio: floa
     one. Heads that keep no channels of K, False in `sees_pruned` [L, H_kv], keep no V.
     """
     multiple = choose_value_multiple(scores.shape[-1])
-    runs = scores.view(*scores.shape[:2], -1, multiple).sum(-1)
-    ranked = runs.masked_fill(~sees_pruned[..., None], -1.0).flatten()
     # str: 0.7 means seven tenths, not the double just below them.
-    kept = math.floor((1 - Fraction(str(pruning_ratio))) * scores.numel() / multiple)
-    best = torch.sort(ranked, descending=True, stable=True).indices[:kept]
-    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, best, True).view_as(runs)
-    widths: Tensor = (chosen & sees_pruned[..., None]).sum(-1) * multiple
-    return widths.int()
+    kept_fraction = 1 - Fraction(str(pruning_ratio))
+    ranked = scores.masked_fill(~sees_pruned[..., None], -1.0)
+    widths = fill_budget(ranked, kept_fraction, multiple, scores.shape[-1] // multiple)
+    return widths.masked_fill(~sees_pruned, 0).int()
 
 
 def measure_values(
