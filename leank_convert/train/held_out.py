@@ -10,7 +10,7 @@ tokens. An answer whose tokens are all right is what greedy decoding gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -188,13 +188,7 @@ def check_held_out(
     checked = {}
     for (ratio, mask), pruned in zip(masks.items(), found, strict=True):
         tokens = TokenShares(int(counts[0]), dense[0] / counts[0], pruned[0] / counts[0])
-        loss = pruned[2]
-        warnings = [
-            _judge_dense(tokens),
-            _judge_lost(recipe, tokens, squares=pruned[3]),
-            _judge_difference(recipe, mask, loss, magnitude=dense[2]),
-            _judge_jump(records, ratio),
-        ]
+        judged = _judge(recipe, mask, tokens, squares=pruned[3], loss=pruned[2], magnitude=dense[2])
         checked[ratio] = HeldOut(
             tasks=recipe.data.tasks,
             min_length=recipe.data.min_length,
@@ -205,8 +199,8 @@ def check_held_out(
             dense=dense[1] / counts[1],
             pruned=pruned[1] / counts[1],
             # Of several ranks, the last digits depend on the order of the sum.
-            distillation=float(f"{loss / num_contexts:.6g}"),
-            warnings=tuple(warning for warning in warnings if warning),
+            distillation=float(f"{pruned[2] / num_contexts:.6g}"),
+            warnings=(*judged, *_judge_ends(records, ratio)),
             tokens=tokens,
         )
     return checked
@@ -254,45 +248,39 @@ def _measure(
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _judge_dense(tokens: TokenShares) -> str:
-    if tokens.dense >= _CAPABLE:
-        return ""
-    return (
-        f"the dense model itself predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers "
-        "right: it cannot do these tasks at these lengths, and the mask learned little from them; take "
-        "shorter contexts (`data.max_length`) or other tasks (`data.tasks`)"
-    )
+def _judge(
+    recipe: Recipe, mask: ChannelMask, tokens: TokenShares, squares: float, loss: float, magnitude: float
+) -> Iterator[str]:
+    """What is far off in the answers, and what to change."""
+    if tokens.dense < _CAPABLE:
+        yield (
+            f"the dense model itself predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out "
+            "answers right: it cannot do these tasks at these lengths, and the mask learned little from "
+            "them; take shorter contexts (`data.max_length`) or other tasks (`data.tasks`)"
+        )
+    if tokens.dense - tokens.pruned > max(_LOST_SHARE, _Z * math.sqrt(squares) / tokens.count):
+        if "stage2" in recipe.trains and not recipe.stage2.validation_contexts:
+            remedy = "have the best of stage 2's masks chosen (`stage2.validation_contexts`: 8)"
+        elif recipe.trains:
+            section = recipe.trains[0].replace("gates", "heads")
+            remedy = f"give `{section}` more steps"
+        else:
+            remedy = "take a method that trains"
+        yield (
+            f"the dense model predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers right "
+            f"and the pruned one {tokens.pruned:.1%}: lower `pruning_ratio`, or {remedy}"
+        )
+    is_pruned = mask.pruning_ratio or mask.value_pruning_ratio
+    if is_pruned and not loss > _NO_DIFFERENCE * magnitude:
+        windows, mean = recipe.windows, loss / recipe.held_out_samples
+        yield (
+            f"pruning changes nothing in held-out answers (distillation {mean:.0e}): what is pruned does "
+            "not reach them; see the chat template, and that most samples are longer than the "
+            f"{windows.sink_size + windows.recent_size} tokens of sink and recent window (`data.min_length`)"
+        )
 
 
-def _judge_lost(recipe: Recipe, tokens: TokenShares, squares: float) -> str:
-    share = tokens.dense - tokens.pruned
-    if share <= max(_LOST_SHARE, _Z * math.sqrt(squares) / tokens.count):
-        return ""
-    if "stage2" in recipe.trains and not recipe.stage2.validation_contexts:
-        remedy = "have the best of stage 2's masks chosen (`stage2.validation_contexts`: 8)"
-    elif recipe.trains:
-        section = recipe.trains[0].replace("gates", "heads")
-        remedy = f"give `{section}` more steps"
-    else:
-        remedy = "take a method that trains"
-    return (
-        f"the dense model predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers right and "
-        f"the pruned one {tokens.pruned:.1%}: lower `pruning_ratio`, or {remedy}"
-    )
-
-
-def _judge_difference(recipe: Recipe, mask: ChannelMask, loss: float, magnitude: float) -> str:
-    if loss > _NO_DIFFERENCE * magnitude or not (mask.pruning_ratio or mask.value_pruning_ratio):
-        return ""
-    windows, mean = recipe.windows, loss / recipe.held_out_samples
-    return (
-        f"pruning changes nothing in held-out answers (distillation {mean:.0e}): what is pruned does "
-        "not reach them; see the chat template, and that most samples are longer than the "
-        f"{windows.sink_size + windows.recent_size} tokens of sink and recent window (`data.min_length`)"
-    )
-
-
-def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
+def _judge_ends(records: Sequence[StepRecord], ratio: float) -> Iterator[str]:
     """Compare how stages 1 and 2 ended, each by its last fifth."""
     ends = []
     for stage in (1, 2):
@@ -301,13 +289,10 @@ def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
             for record in records
             if record.stage == stage and record.pruning_ratio_asked in (None, ratio)
         ]
-        if not losses:
-            return ""
-        ends.append(median(losses[-max(1, len(losses) // 5) :]))
-    if ends[1] <= _JUMP * ends[0]:
-        return ""
-    return (
-        f"stage 2 ended with a loss of {ends[1]:.1e}, and stage 1 with {ends[0]:.1e}: the mask does far "
-        "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
-        "stages more steps"
-    )
+        ends += [median(losses[-max(1, len(losses) // 5) :])] if losses else []
+    if len(ends) == 2 and ends[1] > _JUMP * ends[0]:
+        yield (
+            f"stage 2 ended with a loss of {ends[1]:.1e}, and stage 1 with {ends[0]:.1e}: the mask does far "
+            "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
+            "stages more steps"
+        )
