@@ -6,7 +6,6 @@ Scaling factors in [0, 1] are one per layer, KV head and channel; gates, one per
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +14,6 @@ from torch import Tensor
 def ones(shape: Sequence[int], device: torch.device) -> Tensor:
     """Factors or gates of the dense model, from which training starts, float32 of a shape."""
     return torch.ones(*shape, dtype=torch.float32, device=device, requires_grad=True)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scaling_factors: Tensor, channel_mask: Tensor) -> Tensor:
-        return channel_mask.to(scaling_factors.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
 
 
 def straight_through(scaling_factors: Tensor, channel_mask: Tensor) -> Tensor:
@@ -36,8 +25,7 @@ def straight_through(scaling_factors: Tensor, channel_mask: Tensor) -> Tensor:
 
     All are [L, H_kv, D].
     """
-    result: Tensor = _StraightThrough.apply(scaling_factors, channel_mask)  # type: ignore[no-untyped-call]
-    return result
+    return channel_mask + (scaling_factors - scaling_factors.detach())
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, owners: Tensor) -> Tensor:
