@@ -77,18 +77,14 @@ def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatist
     return AttentionStatistics(*(found.mean(0) for found in _stack(measured)))
 
 
-def high_frequency_channels(
-    head_dim: int, *, rotated: int | None = None, interleaved: bool = False
-) -> Tensor:
+def high_frequency_channels(head_dim: int, *, rotated: int, interleaved: bool) -> Tensor:
     """Bool [D]: True for the faster half of the RoPE pairs; channels that are not rotated are in none.
 
-    The first R channels are rotated, as `rotated` says, or all if it is None. Pairs are channels i and i +
-    R/2, or if interleaved 2i and 2i + 1.
+    The first R channels are, as `rotated` says. Pairs are i and i + R/2, or if interleaved 2i and 2i + 1.
     """
-    count = head_dim if rotated is None else rotated
     channel = torch.arange(head_dim)
-    pair = channel // 2 if interleaved else channel % max(count // 2, 1)
-    return (channel < count) & (pair < count // 4)
+    pair = channel // 2 if interleaved else channel % max(rotated // 2, 1)
+    return (channel < rotated) & (pair < rotated // 4)
 
 
 def _fast_channels(module: Any, head_dim: int) -> Tensor:
@@ -97,9 +93,8 @@ def _fast_channels(module: Any, head_dim: int) -> Tensor:
     family = ARCHITECTURES.get(module.config.model_type)
     ropes = module.config.rope_parameters
     rotated = int(head_dim * ropes.get("full_attention", ropes).get("partial_rotary_factor", 1))
-    return high_frequency_channels(
-        head_dim, rotated=rotated, interleaved=family is not None and family.interleaved_pairs
-    )
+    interleaved = family is not None and family.interleaved_pairs
+    return high_frequency_channels(head_dim, rotated=rotated, interleaved=interleaved)
 
 
 def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> AttentionStatistics:
