@@ -1,4 +1,4 @@
-"""Kernels beside those of decoding: compiled, and held to plain torch, before they serve."""
+"""Kernels beside those of decoding: made, and held to plain torch, before they serve."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ logger = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 
 
-def make_checked(make: Callable[[], _Made], is_exact: Callable[[_Made], bool], told: str) -> _Made | None:
-    """Make kernels beside decode kernels; None if that fails or they are not exact, and a warning tells."""
+DISAGREEMENT = "they disagree with plain torch"
+
+
+def make_checked(make: Callable[[], _Made], find_fault: Callable[[_Made], str], told: str) -> _Made | None:
+    """Make kernels beside decode kernels; None if that fails or they have a fault, and a warning tells."""
     try:
         made = make()
-        if is_exact(made):
+        reason = find_fault(made)
+        if not reason:
             return made
-        reason = "they disagree with plain torch"
     except torch.OutOfMemoryError:
         raise  # it says nothing about the kernels, and may pass
     except Exception as exception:  # whatever a compiler or driver may raise

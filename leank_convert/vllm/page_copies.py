@@ -15,7 +15,7 @@ from leank_convert._runtime.kernel_key_leank import KernelKey
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot, gather_tokens
-from leank_convert.vllm.checked import make_checked
+from leank_convert.vllm.checked import DISAGREEMENT, make_checked
 from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
 from leank_convert.vllm.rows import PromptRun
 
@@ -103,11 +103,11 @@ def find_page_kernels(kernels: DecodeKernels | None) -> PageKernels | None:
     if kernels is None:
         return None
     told = "Kernels that copy prompts to pages are not used, plain torch is slower"
-    return make_checked(functools.partial(PageKernels, kernels), is_exact, told)
+    return make_checked(functools.partial(PageKernels, kernels), find_fault, told)
 
 
-def is_exact(copies: PageKernels) -> bool:
-    """Whether tokens arrive in pages, and come back from them, as by plain torch."""
+def find_fault(copies: PageKernels) -> str:
+    """Look whether tokens arrive in pages, and come back, as by plain torch; return what is wrong."""
     key = copies.kernels.key
     generator = torch.Generator(key.device).manual_seed(0)
 
@@ -128,7 +128,7 @@ def is_exact(copies: PageKernels) -> bool:
         ours = copies.gather(expected, requests, starts.to(key.device), max(_LENGTHS), sum(_LENGTHS))
         rows = [gather_tokens(expected, layout, row, count, key.dtype) for row, count in enumerate(_LENGTHS)]
         pairs += zip(ours, (torch.cat(parts) for parts in zip(*rows, strict=True)), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return "" if all(torch.equal(one, other) for one, other in pairs) else DISAGREEMENT
 
 
 def _make_store(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,8 @@ from vllm.platforms import current_platform
 
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.attention import attend_densely
+from leank_convert.vllm.checked import make_checked
 from leank_convert.vllm.rows import Prompt, PromptRun, place_requests
-
-logger = logging.getLogger(__name__)
 
 Attend = Callable[..., Any]
 """Takes the keywords of vLLM's `flash_attn_varlen_func`, and writes to `out`."""
@@ -67,19 +65,15 @@ def find_flash_attention(
     """
     if not current_platform.is_cuda():
         return None
-    try:
-        found = _flash_attention(head_size, dtype, has_sinks)
-        device = torch.device(current_platform.device_type)
-        error = disagreement(found, (num_heads, num_kv_heads, head_size), dtype, device, has_sinks)
-        if error <= 2 * torch.finfo(dtype).eps:
-            return found
-        reason = f"it disagrees with torch's by {error:.1e} of the output"
-    except torch.OutOfMemoryError:
-        raise  # it says nothing about the kernel, and may pass
-    except Exception as exception:  # another signature, or whatever a driver may raise
-        reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
-    logger.warning("vLLM's flash attention does not read prompts, torch's is slower: %s", reason)
-    return None
+
+    def find_fault(found: Attend) -> str:
+        sizes, device = (num_heads, num_kv_heads, head_size), torch.device(current_platform.device_type)
+        error = disagreement(found, sizes, dtype, device, has_sinks)
+        is_near = error <= 2 * torch.finfo(dtype).eps
+        return "" if is_near else f"it disagrees with torch's by {error:.1e} of the output"
+
+    told = "vLLM's flash attention does not read prompts, torch's is slower"
+    return make_checked(lambda: _flash_attention(head_size, dtype, has_sinks), find_fault, told)
 
 
 def _flash_attention(head_size: int, dtype: torch.dtype, has_sinks: bool) -> Attend:

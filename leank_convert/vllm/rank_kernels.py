@@ -9,7 +9,7 @@ import torch
 
 from leank_convert._runtime.decode_kernels_leank import DecodeKernels
 from leank_convert._runtime.kernel_key_leank import LANES, Product
-from leank_convert.vllm.checked import make_checked
+from leank_convert.vllm.checked import DISAGREEMENT, make_checked
 
 
 class RankKernels:
@@ -62,11 +62,11 @@ def find_rank_kernels(
     if kernels is None:
         return None
     told = "Decode steps of several ranks are not fused, and slower"
-    return make_checked(functools.partial(RankKernels, kernels, all_reduce), is_exact, told)
+    return make_checked(functools.partial(RankKernels, kernels, all_reduce), find_fault, told)
 
 
-def is_exact(ranks: RankKernels) -> bool:
-    """Whether parts add up to what torch makes of them, and sums are added as decode kernels add parts."""
+def find_fault(ranks: RankKernels) -> str:
+    """Look whether parts add up as in torch, and sums as decode kernels add parts; return what is wrong."""
     key = ranks.kernels.key
     generator = torch.Generator(key.device).manual_seed(0)
     states, weight, hidden, scale = (
@@ -78,4 +78,4 @@ def is_exact(ranks: RankKernels) -> bool:
     ours = ranks.add_whole(hidden, whole, scale, 1e-5)
     theirs = ranks.kernels.add_norm(hidden, Product(whole.float()[None], 1, 1), scale, 1e-5)
     is_near = (whole.float() - product.outputs()).abs().max() <= eps * product.outputs().abs().max()
-    return bool(is_near) and all(map(torch.equal, ours, theirs))
+    return "" if is_near and all(map(torch.equal, ours, theirs)) else DISAGREEMENT

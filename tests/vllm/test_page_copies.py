@@ -13,7 +13,7 @@ from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.kernel_leank import KernelShape
 from leank_convert.vllm.attention import append_by_slot
-from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
+from leank_convert.vllm.page_copies import PageKernels, find_fault, find_page_kernels, gather_run
 from leank_convert.vllm.page_kernels import append_slots, gather_rows
 from leank_convert.vllm.rows import Prompt, PromptRun
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
@@ -116,11 +116,11 @@ def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp
 def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, value_chunk, is_fp8):
     copies = CpuPageKernels(*chunks, is_fp8, value_chunk)
     with torch.device("meta"):
-        assert is_exact(copies)
+        assert not find_fault(copies)
     for name in ("_append", "_gather"):
         copies = CpuPageKernels(*chunks, is_fp8, value_chunk)
         setattr(copies, name, lambda *given: None)
-        assert not is_exact(copies)
+        assert find_fault(copies)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")

@@ -8,7 +8,7 @@ pytest.importorskip("tilelang")
 from leank_convert._runtime.kernel_glue_leank import add_norm
 from leank_convert._runtime.kernel_key_leank import KERNEL_DTYPES, KernelKey
 from leank_convert._runtime.kernel_leank import KernelShape
-from leank_convert.vllm.rank_kernels import RankKernels, is_exact
+from leank_convert.vllm.rank_kernels import RankKernels, find_fault
 from leank_convert.vllm.sum_kernel import compile_sum_kernels, sum_parts
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
 
@@ -31,7 +31,7 @@ def whole_add_norm(shape, cpu):
 @pytest.mark.parametrize("num_programs", [1, 11, 40])
 def test_the_sum_of_all_ranks_is_added_and_normed(num_programs):
     ranks = CpuRankKernels(num_programs)
-    assert is_exact(ranks)
+    assert not find_fault(ranks)
     generator, sizes = torch.Generator().manual_seed(3), ((3, 512), (264, 512), (3, 264), (264,))
     states, weight, hidden, scale = (torch.randn(size, generator=generator) for size in sizes)
     summed, normed = ranks.add_norm(hidden, ranks.product(states, weight), scale, 0.1)
@@ -51,7 +51,7 @@ def test_kernels_that_are_not_exact_are_found_out(name):
         "_add_norm": lambda *rest: (*rest[:6], 0.1, 1, 1),
     }
     setattr(ranks, name, lambda *arguments: right(*given[name](*arguments)))
-    assert not is_exact(ranks)
+    assert find_fault(ranks)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
