@@ -31,15 +31,14 @@ from leank_convert._runtime.mask_file_leank import find_mask_file
 from leank_convert._runtime.model_constants_leank import check_scales, load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs
-from leank_convert.vllm.adapters import check_adapters
 from leank_convert.vllm.ahead import compile_ahead
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.beside import check_kinds, lay_beside_states, lay_beside_windows
 from leank_convert.vllm.fused_step import FUSED, FusedModel
+from leank_convert.vllm.later_loads import check_later_loads
 from leank_convert.vllm.layers import LeanKAttention
 from leank_convert.vllm.pages import ModelPages, coming_block_size, settle_block_size
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype, has_drafter
-from leank_convert.vllm.reloads import check_reloads
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors", "value_basis", "value_widths")
@@ -63,9 +62,7 @@ class _LeanKForCausalLM:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
-        check_reloads()
-        if vllm_config.lora_config is not None:
-            check_adapters()
+        check_later_loads()
         # Pages that lie by blocks let layers of a model that drafts lie beside.
         by_blocks = KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
         cache, drafts = vllm_config.cache_config, has_drafter(vllm_config)
