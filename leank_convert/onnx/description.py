@@ -65,9 +65,7 @@ def describe(
     ]
     quantization = None
     if weights is not None:
-        scheme = SCHEMES[weights]
-        quantization = {"operator": OPERATOR, "bits": scheme.bits, "block_size": scheme.block_size}
-        quantization["difference"] = difference
+        quantization = {"operator": OPERATOR, **vars(SCHEMES[weights]), "difference": difference}
     description = {
         "format_version": FORMAT_VERSION,
         "opset": OPSET,

@@ -59,12 +59,11 @@ class StepModel(nn.Module):
         self.sink_size = pruned.sink_size
         self.buckets = pruned.buckets
         identity = torch.arange(pruned.channel_masks.shape[-1])
-        self._reordered = []
         self.key_mean: Tensor | None
         self.register_buffer("key_mean", pruned.key_mean, persistent=False)
         for layer, order in enumerate(pruned.channel_order):
-            self._reordered.append(not bool((order == identity).all()))
-            self.register_buffer(f"lanes_{layer}", order, persistent=False)
+            lanes = None if order.equal(identity.expand_as(order)) else order
+            self.register_buffer(f"lanes_{layer}", lanes, persistent=False)
 
     def forward(
         self,
@@ -113,9 +112,8 @@ class StepModel(nn.Module):
             }
             for keys, _ in pruned.values():
                 num_pruned = keys.shape[2]
-            lanes = getattr(self, f"lanes_{layer}") if self._reordered[layer] else None
             key_mean = None if self.key_mean is None else self.key_mean[layer][:, None]
-            layers.append(_LayerCache(buckets, lanes, key_mean, window, pruned))
+            layers.append(_LayerCache(buckets, getattr(self, f"lanes_{layer}"), key_mean, window, pruned))
         return layers, num_pruned
 
 

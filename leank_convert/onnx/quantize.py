@@ -130,13 +130,7 @@ def _replace_product(graph: Any, node: Any, weight: Any, scheme: Scheme) -> None
         graph.register_initializer(value)
         inputs.append(value)
     in_size, out_size = weight.shape
-    attributes = {
-        "K": in_size,
-        "N": out_size,
-        "bits": scheme.bits,
-        "block_size": scheme.block_size,
-        "accuracy_level": _ACCURACY_LEVEL,
-    }
+    attributes = {"K": in_size, "N": out_size, **vars(scheme), "accuracy_level": _ACCURACY_LEVEL}
     old = node.outputs[0]
     product = onnx_ir.node(OPERATOR, inputs, attributes, domain=_DOMAIN, name=node.name)
     product.outputs[0].type, product.outputs[0].shape = old.type, old.shape
