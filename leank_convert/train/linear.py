@@ -10,7 +10,7 @@ Letters: Q questions, S tokens of a row, N tokens that a pass runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,17 +31,12 @@ def linear_layers(model: PreTrainedModel) -> list[Any]:
 @contextmanager
 def carry_states(model: PreTrainedModel, leank_pass: ContextPass | FollowingPass) -> Iterator[None]:
     """Have a pass fill a context's states, or go on from them, in layers with linear attention."""
-    handles = []
-    for layer in linear_layers(model):
-        handles += [
-            layer.register_forward_pre_hook(partial(_enter, leank_pass), with_kwargs=True),
-            layer.register_forward_hook(partial(_leave, leank_pass)),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for layer in linear_layers(model):
+            enter, leave = partial(_enter, leank_pass), partial(_leave, leank_pass)
+            hooks.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
