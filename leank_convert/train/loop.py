@@ -166,11 +166,7 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
 
 
 def write_result(
-    mask: ChannelMask,
-    result: TrainingDirectory,
-    recipe: Recipe,
-    log_folder: Path,
-    gates: Tensor | None = None,
+    mask: ChannelMask, result: TrainingDirectory, recipe: Recipe, log_folder: Path, gates: Tensor | None
 ) -> None:
     """Write a mask with its recipe and report: whoever finds the checkpoint alone finds out what made it.
 
