@@ -62,9 +62,8 @@ def measure_attention(
         heads = [_measure_head(*head, high) for head in zip(grouped, key, strict=True)]
         layers.append(AttentionStatistics(*(found.cpu() for found in _stack(heads))))
 
-    device = next(model.parameters()).device
     with torch.compiler.set_stance("force_eager"):
-        model.base_model(input_ids[None].to(device), use_cache=False, leank_pass=MeasuringPass(measure))
+        model.base_model(input_ids[None].to(model.device), use_cache=False, leank_pass=MeasuringPass(measure))
     statistics = AttentionStatistics(*_stack(layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):

@@ -87,7 +87,7 @@ def follow_context(
     questions' keys and values; the teacher's states are those of answers. Of a student the R tokens of
     answers run alone, with gradient.
     """
-    device = _device(model)
+    device = model.device  # where its layers are spread, that of the first
     num_tokens = len(packed.input_ids) if student is None else packed.sizes.answers
     window = getattr(model.config, "sliding_window", None)
     following = FollowingPass(
@@ -122,16 +122,11 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
     return any("dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope" for rope in kinds)
 
 
-def _device(model: PreTrainedModel) -> torch.device:
-    """Where the model takes its tokens: where its layers are spread, that of the first."""
-    return next(model.parameters()).device
-
-
 def _run(
     model: PreTrainedModel, input_ids: Tensor, positions: Tensor, leank_pass: ContextPass | FollowingPass
 ) -> Tensor:
     """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
-    ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))
+    ids, position_ids = (t[None].to(model.device, non_blocking=True) for t in (input_ids, positions))
     with carry_states(model, leank_pass):
         output = model.base_model(
             input_ids=ids, position_ids=position_ids, use_cache=False, leank_pass=leank_pass
