@@ -6,8 +6,8 @@ import gc
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -164,12 +164,11 @@ def _measure(
         gates = load_pattern(recipe, files.facts)
         scores = gates.expand(calibration.shape)
     else:
-        module, _, name = recipe.method_row.score.partition(":")
         with out_of_memory(
             f"prompts of up to {recipe.data.max_length} tokens in model `{files.name}`",
             "lower `data.max_length`, or spread the weights over all GPUs by `--set model.device_map=auto`",
         ):
-            scores = getattr(import_module(module), name)(calibration).cpu()
+            scores = resolve_name(recipe.method_row.score)(calibration).cpu()
         if scores.shape != calibration.shape:
             raise LeanKError(
                 f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "
