@@ -93,7 +93,6 @@ def training_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     leank_pass: ContextPass | MeasuringPass | FollowingPass | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
