@@ -62,9 +62,8 @@ DOWNLOADED_PATTERNS = (
     CONFIG_NAME,
     ADAPTER_NAME,
     ADAPTER_WEIGHTS_NAME,
-    SINGLE_FILE_NAME,
     INDEX_NAME,
-    "model-*.safetensors",
+    "model*.safetensors",  # shards of Qwen3.5 begin with `model.safetensors-`
     CARD_NAME,  # names the licence
     *COMPANION_PATTERNS,
 )
@@ -293,5 +292,6 @@ def _no_weights(folder: Path) -> LeanKError:
         )
     return LeanKError(
         f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`",
-        hint=other_layout or "only safetensors weights are read; of a hub model, nothing else is downloaded",
+        hint=other_layout
+        or "only safetensors weights are read; what is in the hub's cache in part, a run online completes",
     )

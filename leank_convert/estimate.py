@@ -13,6 +13,7 @@ from typing import Any
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
+from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, user_path
 from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
@@ -39,7 +40,7 @@ def find_config(path: str | Path) -> Path | None:
     """The config.json of what may be a model that is not converted: a folder, the file, a hub id, `testbed`.
 
     Raises:
-        LeanKError: If the hub does not give it.
+        LeanKError: If the hub does not give it, or has a checkpoint of that id.
     """
     if str(path) == TESTBED:
         return resolve_model(TESTBED) / CONFIG_NAME
@@ -47,7 +48,15 @@ def find_config(path: str | Path) -> Path | None:
     file = named / CONFIG_NAME if named.is_dir() else named
     if file.name == CONFIG_NAME and file.is_file() and not is_onnx_folder(file.parent):
         return None if "leank" in read_json(file) else file
-    return download_file(str(path), CONFIG_NAME) if not named.exists() and is_hub_id(str(path)) else None
+    if named.exists() or not is_hub_id(str(path)):
+        return None
+    file = download_file(str(path), CONFIG_NAME)
+    if "leank" in read_json(file):
+        raise LeanKError(
+            f"`{path}` on the hub is a LeanK checkpoint already",
+            hint=f"download it (`hf download {path} --local-dir DIR`), then inspect the folder",
+        )
+    return file
 
 
 def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:

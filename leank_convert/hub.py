@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from glob import escape
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def resolve_model(model: str | Path) -> Path:
         return Path(MODEL_DIR)
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise LeanKError(f"model folder `{model}` does not exist")
+    return _download(model)
+
+
+@cache
+def _download(model: str) -> Path:
+    """Download a model, once a process: what is committed meanwhile would be another model's weights."""
     from huggingface_hub import snapshot_download
 
     with _hub_errors(model):
@@ -150,11 +157,12 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False, adapte
     Args:
         path: The checkpoint's folder.
         repo_id: The repository, made if it does not exist.
-        private: Whether one that is made is private.
+        private: Whether one that is made is private; if not, the owner's default holds.
         adapter: Whether the adapter that `export` converted beside the checkpoint is uploaded, too.
 
     Raises:
-        LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.
+        LeanKError: If `path` is no LeanK checkpoint, the repository holds another model or is public where
+            `private` is asked for, or the hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -166,10 +174,18 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False, adapte
         beside = [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_NAME, ADAPTER_WEIGHTS_NAME)]
         own = [escape(name) for name in (*read_digests(folder), DIGESTS_NAME, *(beside if adapter else ()))]
         # Of an upload before: transformers reads one file of weights rather than a list of several.
-        stale = ["model*.safetensors*", "*_leank.py"]
+        stale = ["model*.safetensors*", "*_leank.py", f"{ADAPTER_FOLDER}/adapter_*"]
     api = HfApi()
     with _hub_errors(repo_id, uploads=True):
-        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise LeanKError(
+                f"`{repo_id}` is there, and public", hint="name another, or make it private first"
+            )
+        if api.file_exists(repo_id, CONFIG_NAME):
+            held = read_json(Path(api.hf_hub_download(repo_id, CONFIG_NAME)))
+            if "leank" not in held:
+                raise LeanKError(f"`{repo_id}` holds another model already", hint="name another repository")
         api.upload_folder(
             repo_id=repo_id,
             folder_path=str(folder),

@@ -34,7 +34,10 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """Stands in for the hub's API; `uploaded` are the files that it was sent, `held` those that it has."""
-    hub = Mock(uploaded=set(), held=set())
+    hub = Mock(uploaded=set(), held=set(), is_private=True, config=None)
+    hub.repo_info.side_effect = lambda repo_id: SimpleNamespace(private=hub.is_private)
+    hub.file_exists.side_effect = lambda repo_id, name: hub.config is not None
+    hub.hf_hub_download.side_effect = lambda repo_id, name: hub.config
     hub.create_repo.side_effect = lambda repo_id, **_: f"https://huggingface.co/{repo_id}"
 
     def upload(*, repo_id, folder_path, commit_message, delete_patterns, **patterns):
@@ -51,7 +54,8 @@ def hub(monkeypatch):
 @pytest.mark.parametrize("private", [False, True])
 def test_a_checkpoint_is_uploaded_without_its_training_run(private, checkpoint, hub):
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
-    hub.create_repo.assert_called_once_with("me/model", private=private, exist_ok=True)
+    # Without a word of the user's, the owner's default holds.
+    hub.create_repo.assert_called_once_with("me/model", private=private or None, exist_ok=True)
     sent = hub.upload_folder.call_args.kwargs
     assert sent["repo_id"] == "me/model" and sent["commit_message"]
     assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
@@ -101,7 +105,7 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_non
     for name in (*adapter, "adapter/notes.txt"):
         (checkpoint / name).touch()
     theirs, stale = {"README.md", "notes.txt"}, {"model.safetensors.index.json", "kernel_fp8_leank.py"}
-    hub.held = {*theirs, *stale, "model-00001-of-00002.safetensors"}
+    hub.held = {*theirs, *stale, "model-00001-of-00002.safetensors", "adapter/adapter_model.safetensors"}
     push_to_hub(checkpoint, "me/model")
     assert hub.uploaded == {*listed, DIGESTS_NAME}
     assert hub.held == hub.uploaded | theirs
@@ -111,6 +115,20 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded_nor_what_is_non
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
         push_to_hub(checkpoint, "me/other")
     assert hub.create_repo.call_count == 2
+
+
+def test_nothing_is_uploaded_over_another_model_or_where_all_can_read_what_is_private(
+    checkpoint, hub, tmp_path
+):
+    hub.is_private, hub.config = False, str(tmp_path / "theirs.json")
+    Path(hub.config).write_text('{"leank": {}}')
+    with refusal("`me/model` is there, and public", "name another"):
+        push_to_hub(checkpoint, "me/model", private=True)
+    push_to_hub(checkpoint, "me/model")
+    Path(hub.config).write_text('{"model_type": "llama"}')
+    with refusal("`me/model` holds another model already", "name another repository"):
+        push_to_hub(checkpoint, "me/model")
+    assert hub.upload_folder.call_count == 1
 
 
 def test_local_folders_are_models(tmp_path, monkeypatch):
@@ -155,11 +173,15 @@ def test_what_is_no_folder_and_no_name_of_the_hubs_is_not_asked_of_it(
 def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
     download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_model("owner/model") == tmp_path
+    assert resolve_model("owner/model") == resolve_model("owner/model") == tmp_path
+    download.assert_called_once()  # a commit meanwhile would be another model
     assert download.call_args.args == ("owner/model",)
-    patterns = download.call_args.kwargs["allow_patterns"]
-    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(patterns)
-    assert not any(".bin" in pattern or pattern == "*" for pattern in patterns)
+    patterns = download.call_args.kwargs
+    shards = ("model.safetensors", "model-00001-of-00002.safetensors")
+    shards += ("model.safetensors-00001-of-00002.safetensors",)  # of Qwen3.5
+    wanted = {*shards, "config.json", "model.safetensors.index.json", "tokenizer.json", "README.md"}
+    others = {"pytorch_model.bin", "model.bin", "tokenizer.py", "consolidated.00.pth"}
+    assert set(filter_repo_objects(wanted | others, **patterns)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -236,3 +236,11 @@ def test_what_is_neither_a_mask_nor_a_model_to_convert_is_refused_with_the_reaso
         (tmp_path / "config.json").write_text(json.dumps(keys))
     with refusal(reason):
         inspect_artifact(keys if isinstance(keys, str) else tmp_path)
+
+
+def test_a_checkpoint_on_the_hub_is_named_as_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.json").write_text('{"leank": {}}')
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: tmp_path / "theirs.json")
+    with refusal("`me/model` on the hub is a LeanK checkpoint", "`hf download me/model --local-dir"):
+        inspect_artifact("me/model")
