@@ -88,7 +88,7 @@ def load_evaluated(
         check_scale_tensors(opened, facts, leank)
         tokenizer = load_tokenizer(folder, trust=trust)
     else:
-        folder = resolve_model(checkpoint)
+        folder = resolve_model(str(checkpoint))
         check_config(folder)
         config = read_config(folder)
         if "leank" in config:

@@ -147,7 +147,7 @@ def _identify(request: EvaluationRequest, opponent: Path | None) -> dict[str, st
     if mask is None:
         asked = {"checkpoint": digest(checkpoint)}
     else:
-        asked = {"model": digest(resolve_model(checkpoint)), "mask": sha256_of(resolve_mask(mask))[:16]}
+        asked = {"model": digest(resolve_model(str(checkpoint))), "mask": sha256_of(resolve_mask(mask))[:16]}
     return {**asked, "against": None if opponent is None else digest(opponent)}
 
 

@@ -11,6 +11,7 @@ from leank_convert import load_mask, load_recipe
 from leank_convert.data import SampleSource
 from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.evaluate.rounding import NUM_PROMPTS, answer_rounded
+from leank_convert.hub import resolve_model
 from leank_convert.mask import resolve_mask
 from tests.checks import edit_json, refusal
 
@@ -43,6 +44,12 @@ def test_a_mask_without_windows_gets_those_that_export_gives_it():
     for recipe, expected in ((None, (16, 64, 16)), (load_recipe("smollm2-135m-instruct"), (64, 256, 32))):
         found = load_evaluated(Path("testbed"), torch.device("cpu"), mask=mask, recipe=recipe).windows
         assert (found.sink_size, found.recent_size, found.flush_size) == expected
+
+
+def test_a_model_beside_a_mask_may_be_the_hubs(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **_: resolve_model("testbed"))
+    found = load_evaluated(Path("owner/testbed"), torch.device("cpu"), mask="testbed-70")
+    assert found.facts.model_type == "llama" and found.leank
 
 
 def test_a_model_beside_a_mask_that_names_a_hubs_kernel_is_refused(source_model):
