@@ -143,9 +143,9 @@ def export_onnx(
             )
         if temporary.exists():
             shutil.rmtree(temporary)
-        _describe_folder(pruned, partial, weights, difference)
         readme = build_readme(pruned, weights=weights, difference=difference)
         write_atomically(partial / CARD_NAME, readme.encode())
+        _describe_folder(pruned, partial, weights, difference)
     return out
 
 
@@ -171,8 +171,8 @@ def export_graph(pruned: PrunedModel | Path, folder: Path, *, weights: str | Non
 def _describe_folder(
     pruned: PrunedModel, folder: Path, weights: str | None, difference: float | None = None
 ) -> None:
-    """Write the description, with the digest of every file that is there. A README may be edited."""
-    others = (CARD_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
+    """Write the description, with the digest of every file that is there."""
+    others = (ONNX_DESCRIPTION_NAME, MARKER_NAME)
     present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
     description = describe(pruned, files=files, weights=weights, difference=difference)
