@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ _Size = Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
 
 def package_versions() -> dict[str, str]:
     """The versions that a learned mask depends on."""
-    versions = {}
+    versions = {"python": platform.python_version()}  # text of its documentation may be a sample
     for name in ("leank-convert", "torch", "transformers"):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -286,6 +286,11 @@ class Recipe(_Section):
         return self.pruning_ratio if isinstance(self.pruning_ratio, tuple) else (self.pruning_ratio,)
 
     @property
+    def validation_seed(self) -> int:
+        """What contexts that masks are compared on are drawn by, apart from training and what is held out."""
+        return self.seed + 500_000
+
+    @property
     def method_row(self) -> Method:
         """The row of its method in the table of methods."""
         return METHODS[self.method]

@@ -88,20 +88,21 @@ class SampleSource:
         """Whether text can be drawn: the toy reads none but what a recipe names."""
         return self.data.wording != "testbed" or self.data.haystack.source is not None
 
+    @cached_property
+    def text(self) -> str:
+        """The text that the recipe names, else the documentation of Python that comes with it."""
+        if self.data.haystack.source is not None:
+            return self.haystack.text
+        return "\n\n".join(topics[name] for name in sorted(topics))
+
     def draw_text(self, index: int) -> Tensor:
         """Draw text alone, as it is, from a random place: ids [N], as many as of a sample.
-
-        It is the text that the recipe names, else the documentation that comes with Python.
 
         Raises:
             LeanKError: If it cannot be read.
         """
-        rng = random.Random(f"{self.seed}/text/{index}")
+        rng, text = random.Random(f"{self.seed}/text/{index}"), self.text
         length = rng.randint(self.data.min_length, self.data.max_length)
-        if self.data.haystack.source is None:
-            text = "\n\n".join(topics[name] for name in sorted(topics))
-        else:
-            text = self.haystack.text
         size = _LETTERS_OF_TOKEN * length
         place = rng.randrange(len(text))
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]

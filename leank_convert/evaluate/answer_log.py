@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from leank_convert.errors import LeanKError, shorten
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.comparison import Outcome
-from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.request import ANSWERS_NAME, SETTINGS_NAME
 from leank_convert.files import read_json, write_atomically
 
@@ -70,8 +70,8 @@ class AnswerLog:
         return [p for p in prompts if any((p.digest, name) not in self._answers for name in variants)]
 
     def outcome(self, prompt: Prompt, variants: Sequence[str]) -> Outcome:
-        """The scores of these variants, all of which have answered the prompt."""
-        scores = {name: self._answers[prompt.digest, name].score for name in variants}
+        """The scores of these variants, all of which have answered the prompt, by this release's rules."""
+        scores = {name: score(self._answers[prompt.digest, name].text, prompt) for name in variants}
         return Outcome(prompt.task, prompt.length, len(prompt.input_ids), scores)
 
     def _read(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.evaluate.request import CSV_NAME, JSON_NAME, PLOT_NAME
+from leank_convert.evaluate.request import CSV_NAME, GSM_INFINITE, JSON_NAME, MEASURES, PLOT_NAME
 from leank_convert.files import write_atomically
 from leank_convert.report.figures import BLUE, GREEN, ORANGE
 from leank_convert.report.page import figure_png
@@ -97,7 +97,7 @@ class Comparison:
     baseline: str  # what the others are compared with: `dense`, or `against` for another model
     variants: tuple[str, ...]  # all that answered, the baseline first
     measure: str  # what a score is
-    seed: int  # of the prompts
+    seed: int | None  # of the prompts; None of published ones
     pruning_ratio_asked: float | None  # none if the mask was imported
     pruning_ratio: float  # reached
     num_whole: int  # prompts so short that nothing of them is pruned
@@ -115,6 +115,10 @@ class Comparison:
         """The lengths that were asked for, ascending."""
         return sorted({outcome.length for outcome in self.outcomes})
 
+    def describe(self, length: int) -> str:
+        """What a length is of: of the prompt, or of the text around a problem of GSM-Infinite."""
+        return f"{length} tokens" + (" of filler" if self.measure == MEASURES[GSM_INFINITE] else "")
+
     def by_task(self, length: int) -> dict[str, PairedScore]:
         """Per task at one length, in order of appearance."""
         here = [outcome for outcome in self.outcomes if outcome.length == length]
@@ -122,7 +126,7 @@ class Comparison:
         return {task: score_pairs([o for o in here if o.task == task], self.baseline) for task in tasks}
 
     def at(self, length: int) -> PairedScore:
-        """Over all tasks at one length."""
+        """Over all prompts of one length."""
         return score_pairs([outcome for outcome in self.outcomes if outcome.length == length], self.baseline)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,14 +219,14 @@ def render_comparison(result: Comparison) -> str:
 
     for length in result.lengths:
         if len(result.lengths) > 1:
-            rows += [["", *blank], [f"{length} tokens", *blank]]
+            rows += [["", *blank], [result.describe(length), *blank]]
         for task, score in result.by_task(length).items():
             add(task, score)
         if len(result.lengths) > 1:
-            add("all tasks", result.at(length))
+            add("all prompts", result.at(length))
     if len(result.lengths) > 1:
         rows.append(["", *blank])
-    add("all tasks" if len(result.lengths) == 1 else "all", result.total)
+    add("all prompts" if len(result.lengths) == 1 else "all", result.total)
     sizes = [(f"cache at {cache.num_tokens} tokens", "dense", "pruned", "saved")]
     for name, dense, pruned in (
         ("K bytes", cache.key_dense, cache.key_pruned),
@@ -284,7 +288,7 @@ def _draw(result: Comparison) -> Figure:
 def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
     scores = result.by_task(length)
     if len(scores) > 1:
-        scores["all tasks"] = result.at(length)
+        scores["all prompts"] = result.at(length)
     width = 0.8 / len(result.variants)
     legend = f"95% interval of the difference from {result.baseline}"
     for place, variant in enumerate(result.variants):
@@ -309,7 +313,7 @@ def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
     labels = [f"{task}\nn = {score.n}" for task, score in scores.items()]
     axes.set_xticks(range(len(scores)), labels, rotation=20 if len(scores) > 5 else 0)
     axes.set(ylim=(0, 100), xlim=(-0.6, len(scores) - 0.4), ylabel=f"{result.measure} (%)")
-    axes.set_title(f"up to {length} tokens", loc="right")
+    axes.set_title(result.describe(length), loc="right")
     axes.grid(axis="y")
     axes.set_axisbelow(True)
 

@@ -107,9 +107,9 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     if source == HELD_OUT:
         recipe = _choose_recipe(request)
         section = recipe.data
-        if seed == recipe.seed:
+        if seed in (recipe.seed, recipe.validation_seed):
             raise LeanKError(
-                f"`--seed` {seed} is the recipe's, and would draw the samples of training",
+                f"`--seed` {seed} would draw the samples that the recipe's training or validation draws",
                 hint="name another, or leave it out",
             )
     return Evaluation(request, source, section, seed, also)

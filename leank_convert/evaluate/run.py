@@ -89,7 +89,7 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
             baseline=names[0],
             variants=tuple(names),
             measure=MEASURES[evaluation.source],
-            seed=evaluation.seed,
+            seed=None if evaluation.request.data is not None else evaluation.seed,
             pruning_ratio_asked=leank["pruning_ratio_asked"],
             pruning_ratio=leank["pruning_ratio"],
             num_whole=num_whole,

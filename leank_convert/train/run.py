@@ -31,9 +31,6 @@ from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.value_basis import ValueBasis, measure_values
 from leank_convert.windows import Windows
 
-# Added to the recipe's seed: apart from training, and from what is held out in the end.
-_VALIDATION_OFFSET = 500_000
-
 _logger = logging.getLogger("leank_convert")
 
 
@@ -332,8 +329,8 @@ class Run:
 
     @cached_property
     def _validation(self) -> list[TrainingSample]:
-        seed, count = self.recipe.seed + _VALIDATION_OFFSET, self.recipe.stage2.validation_contexts
-        source = SampleSource(self.loaded.tokenizer, self.recipe.data, seed)
+        count = self.recipe.stage2.validation_contexts
+        source = SampleSource(self.loaded.tokenizer, self.recipe.data, self.recipe.validation_seed)
         return [source.draw(index) for index in range(self.ranks.rank, count, self.ranks.num_ranks)]
 
     def _end(self, phase: Phase) -> None:

@@ -6,6 +6,7 @@ else in training is random.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,6 +135,8 @@ def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) 
         found["mask"] = sha256_of(resolve_mask(recipe.mask))[:16]
     if Schedule(recipe).num_steps:
         found["data: first sample and haystack"] = samples.fingerprint()
+    if recipe.value_pruning_ratio and samples.has_text:
+        found["data: text"] = hashlib.sha256(samples.text.encode()).hexdigest()[:16]
     return found
 
 

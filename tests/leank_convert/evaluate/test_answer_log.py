@@ -19,21 +19,21 @@ from tests.checks import refusal
 SETTINGS = {"checkpoint": "abc", "against": None}
 
 
-def answer(index, variant="dense", score=1.0):
-    return Answer("retrieval", 64, index, prompt(index).digest, 60, variant, "ünï 1\n2", score)
+def answer(index, variant="dense", text="ünï 1\n2"):
+    return Answer("retrieval", 64, index, prompt(index).digest, 60, variant, text, 1.0)
 
 
 def prompt(index):
-    return Prompt("retrieval", 64, index, torch.arange(60) + index, ("right",), "exact", 4)
+    return Prompt("retrieval", 64, index, torch.arange(60) + index, ("ünï 1\n2",), "exact", 4)
 
 
-def test_answers_are_found_again(tmp_path):
+def test_answers_are_found_again_and_scored_by_todays_rules(tmp_path):
     log = AnswerLog(tmp_path / "new" / "out", SETTINGS)
-    log.add([answer(0), answer(0, "pruned", 0.5)])
+    log.add([answer(0), answer(0, "pruned", "wrong")])
     again = AnswerLog(tmp_path / "new" / "out", SETTINGS)
     assert [p.index for p in again.missing([prompt(0), prompt(1)], ["dense", "pruned"])] == [1]
     assert [p.index for p in again.missing([prompt(0)], ["dense", "pruned", "window"])] == [0]
-    assert dict(again.outcome(prompt(0), ["dense", "pruned"]).scores) == {"dense": 1.0, "pruned": 0.5}
+    assert dict(again.outcome(prompt(0), ["dense", "pruned"]).scores) == {"dense": 1.0, "pruned": 0.0}
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -79,7 +80,7 @@ def test_parts_of_a_score_count_as_parts():
 def test_render_names_every_task_and_both_ratios():
     result = comparison(outcomes(3, 1, 0, 0), outcomes(4, 0, 0, 0, task="multi_value"))
     text = render_comparison(result)
-    parts = ("retrieval", "multi_value", "all tasks", "asked 70.0%", "reached 70.3%", "68.0%", "10.0%")
+    parts = ("retrieval", "multi_value", "all prompts", "asked 70.0%", "reached 70.3%", "68.0%", "10.0%")
     assert all(part in text for part in parts)
     assert "2048 tokens\n" not in text  # one length needs no heading
     assert not any(line.endswith(" ") for line in text.splitlines())
@@ -93,6 +94,8 @@ def test_several_lengths_are_told_apart_and_added_up():
     result = comparison(outcomes(3, 1, 0, 0, length=4096), outcomes(4, 0, 0, 0, length=512))
     text = render_comparison(result)
     assert text.index("512 tokens") < text.index("4096 tokens")
+    filler = render_comparison(replace(result, measure="GSM-Infinite"))
+    assert "512 tokens of filler\n" in filler and "filler" not in text
     assert result.lengths == [512, 4096]
     assert result.at(4096).means["pruned"] == 0.75
     assert result.total.means["pruned"] == 7 / 8

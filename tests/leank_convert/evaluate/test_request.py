@@ -55,10 +55,11 @@ def test_a_folder_above_that_is_no_run_does_not_count(run):
     assert resolve_evaluation(EvaluationRequest(other)).section.max_length != 300
 
 
-def test_the_seed_of_training_is_refused(run):
+@pytest.mark.parametrize("seed", [0, 500_000])
+def test_the_seeds_of_training_and_validation_are_refused(run, seed):
     assert resolve_evaluation(EvaluationRequest(run, seed=1)).seed == 1
-    with refusal("`seed` 0 is the recipe's, and would draw the samples of training"):
-        resolve_evaluation(EvaluationRequest(run, seed=0))
+    with refusal(f"`seed` {seed} would draw the samples that the recipe's training or validation draws"):
+        resolve_evaluation(EvaluationRequest(run, seed=seed))
 
 
 def test_a_recipe_that_has_been_read_is_not_changed(run):

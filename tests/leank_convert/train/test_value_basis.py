@@ -18,7 +18,7 @@ from leank_convert.train.key_mean import measure_keys
 from leank_convert.train.log import LOG_NAME, read_log
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.split_attention import Student
-from leank_convert.train.state import TrainingDirectory, load_state
+from leank_convert.train.state import TrainingDirectory, fingerprint_run, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
 from tests.checks import refusal
@@ -74,10 +74,13 @@ def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
 def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, short_recipe, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The harbour master keeps a book of all ships. " * 200)
-    data, drawn = short_recipe().data.model_dump(), []
+    data, drawn, digests = short_recipe().data.model_dump(), [], []
     for changes in ({}, {"wording": "general"}, {"haystack": {"source": str(text)}}):
-        loaded, samples = load(data={**data, **changes}, value_pruning_ratio=0.5)
+        recipe = short_recipe(data={**data, **changes}, value_pruning_ratio=0.5)
+        loaded, samples = load(**recipe.model_dump(include={"data", "value_pruning_ratio"}))
         ids = samples.draw_text(1)
+        # Another release of Python has another documentation: a run does not go on with it.
+        digests.append(fingerprint_run(recipe, loaded, samples).get("data: text"))
         assert 200 <= len(ids) <= 280 and torch.equal(ids, samples.draw_text(1))
         # Other threads encode by the same tokenizer, and would be cut by a length that is set in it.
         assert loaded.tokenizer.backend_tokenizer.truncation is None
@@ -86,6 +89,7 @@ def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, short
         assert measure_values(loaded, samples, WINDOWS).num_tokens == sum(map(len, parts))
         drawn.append(ids)
     assert not torch.equal(drawn[1], drawn[2])
+    assert digests[0] is None and digests[1] != digests[2]
 
 
 def test_directions_are_chosen_by_rank_over_the_model(load):
