@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,12 @@ from .windows_leank import PRUNE_MODES, check_choice
 # `dynamic_full` is what older releases of transformers ask of a drafting model; the hybrid ones stand in
 # Gemma's generation config, for the cache of the model's own kinds of layers.
 _OWN_CACHE = (None, "dynamic", "dynamic_full", "hybrid", "hybrid_chunked")
+# With these the first pass is the prompt and drafted tokens, or a part of the prompt.
+_DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")
+_SPLITTING = (*_DRAFTING, "prefill_chunk_size")
+# `prune` and `kv_dtype` of a `generate` call, for what it runs without its cache: Phi-3 begins with a new one
+# where its rope changes, guidance reads a second prompt.
+KIND: ContextVar[tuple[str | None, str | None]] = ContextVar("KIND", default=(None, None))
 
 
 class GenerateMixin:
@@ -87,17 +94,22 @@ class GenerateMixin:
                     setattr(cache, name, value)
                 elif defaults[name] is not None and not cache.get_seq_length():
                     setattr(cache, name, defaults[name])
+        columns = _prompt_columns(inputs, kwargs)
+        asked = KIND.set((cache.prune, cache.kv_dtype))
         try:
             cache.rows.begins_turn = True
-            cache.prefill_length = _prompt_columns(inputs, kwargs)
-            if cache.prefill_length is not None:
-                num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
+            # Elsewhere all columns of the first pass are the prompt's, such as PEFT's virtual tokens.
+            if cache.get_seq_length() or any(_first_given(kwargs, configs, name) for name in _SPLITTING):
+                cache.prefill_length = columns
+            if columns:
+                num_columns = _columns_to_reserve(columns, kwargs, configs)
                 if num_columns is not None:
                     cache.reserve(max(num_columns, cache.rows.num_reserved))
             return super().generate(  # type: ignore[misc]
                 inputs, generation_config, *args, **kwargs, **{CACHE: cache}
             )
         finally:
+            KIND.reset(asked)
             cache.prefill_length, cache.rows.begins_turn = None, False
             for layer in cache.other_layers.values():
                 if hasattr(layer, "record_past"):  # which assisted decoding leaves on
@@ -135,7 +147,7 @@ def _check_goes_on(
     configs: tuple[GenerationConfig | None, ...],
 ) -> None:
     """Raise a ValueError if transformers would run a prompt again behind the tokens that a cache holds."""
-    for name in ("assistant_model", "prompt_lookup_num_tokens"):
+    for name in _DRAFTING:
         if _first_given(kwargs, configs, name) is not None:
             raise ValueError(
                 f"{name}: drafts begin with an empty cache, and this one holds {held} tokens; leave `cache` "

@@ -22,7 +22,7 @@ from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
 from .configuration_leank import CACHE, config_class_of, read_settings, stock_class
 from .fused_step_leank import own_storages
-from .generate_leank import GenerateMixin
+from .generate_leank import KIND, GenerateMixin
 from .mask_file_leank import MASK_FILE, carry_mask_file, find_mask_file
 from .parts_leank import load_part
 
@@ -177,6 +177,7 @@ class LeanKMixin:
         cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the stock model, on a LeanK cache if on any; arguments and output as in the stock class."""
@@ -191,8 +192,7 @@ class LeanKMixin:
                 f"attention implementation was changed to {self.config._attn_implementation!r}, which does "
                 'not know the pruned cache; call `model.set_attn_implementation("leank")`'
             )
-        earlier_name = kwargs.pop("past_key_values", None)
-        given = earlier_name if cache is None else cache
+        given = past_key_values if cache is None else cache  # what earlier releases call it
         training: bool = self.training  # type: ignore[attr-defined]
         if training and (use_cache or given is not None):
             raise ValueError(
@@ -216,7 +216,11 @@ class LeanKMixin:
         attention_mask: torch.Tensor | None,
         inputs: dict[str, Any],
     ) -> Any:
-        cache = self.build_cache() if given is None else self._checked_cache(given)
+        if given is None:
+            prune, kv_dtype = KIND.get()
+            cache = self.build_cache(prune, kv_dtype=kv_dtype)
+        else:
+            cache = self._checked_cache(given)
         tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
         if tokens is None:
             raise ValueError("neither input_ids nor inputs_embeds is given: pass one of them")
@@ -312,10 +316,11 @@ class LeanKForCausalLMMixin(GenerateMixin, LeanKMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the stock model on a LeanK cache; arguments and output as in the stock class."""
-        kwargs.update(labels=labels, logits_to_keep=logits_to_keep)
+        kwargs.update(labels=labels, logits_to_keep=logits_to_keep, past_key_values=past_key_values)
         return super().forward(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs
         )

@@ -58,6 +58,53 @@ def test_with_all_channels_kept_generate_is_the_dense_models(family, options, mo
     assert ours.tolist() == pair.dense.generate(**prompt, **settings).tolist()
 
 
+@pytest.mark.filterwarnings("default")  # of PEFT's
+def test_virtual_tokens_of_prompt_tuning_are_part_of_the_prompt(model_pair):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    pair, logits = model_pair([[0, 3], [4, 8]], recent=6, flush=4), []
+    for model in (pair.dense, pair.leank):
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, config).eval()
+        settings = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+        logits.append(tuned.generate(input_ids=one_row(21), **settings).logits[0])
+    assert_close(pair.leank, logits[1], logits[0])
+
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 30,
+        "factor": 8.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "original_max_position_embeddings": 30,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "options"),
+    [("Phi3", LONGROPE, {}), ("Llama", {}, {"guidance_scale": 1.5})],
+    ids=["another rope for long texts", "guidance"],
+)
+def test_every_cache_of_a_call_is_of_the_kind_that_it_asks_for(family, config, options, model_pair):
+    model, caches = model_pair(everything(), family, **config).leank, []
+    build_cache = model.build_cache
+
+    def build(*args, **kwargs):
+        caches.append(build_cache(*args, **kwargs))
+        return caches[-1]
+
+    model.build_cache = build
+    model.generate(one_row(35), kv_dtype="fp8", prune="deferred", **GREEDY, **options)
+    model(one_row(8))
+    kinds = [(cache.kv_dtype, cache.prune) for cache in caches]
+    assert kinds == [("fp8", "deferred")] * 2 + [("auto", "eager")]
+
+
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])  # of any release of transformers
 def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair):
     model = model_pair([(3, 9), (5, 16)]).leank
