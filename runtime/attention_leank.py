@@ -21,7 +21,6 @@ from .parts_leank import carries, load_part
 
 if TYPE_CHECKING:
     from .layer_leank import LeanKLayer
-    from .step_leank import Step
 
 ATTENTION_NAME = "leank"
 
@@ -64,52 +63,41 @@ class AttentionHandle:
         rows = self.layer.rows
         step = rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
         try:
-            out = self._attend(module, query, attention_mask, step, scaling, s_aux, kwargs)
+            prompt = step.num_prefill
+            outputs = []
+            if prompt:
+                keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
+                if attention_mask is not None:
+                    attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
+                kwargs |= {"scaling": scaling, "s_aux": s_aux}
+                dense, _ = _attend_densely(
+                    module, query[:, :, :prompt], keys, values, attention_mask, **kwargs
+                )
+                outputs.append(dense)
+                del keys, values
+            if step.split is not None:
+                self.layer.split(step)
+                if not step.num_decode:
+                    self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
+            if step.num_decode:
+                scale = query.shape[3] ** -0.5 if scaling is None else scaling
+                values, basis = self.value[:, :, prompt:], self.layer.value_basis
+                if basis is not None:
+                    values = load_part("model_constants").rotate(values, basis)
+                decoded = self.layer.decode(
+                    query[:, :, prompt:], self.key[:, :, prompt:], values, step, scale, s_aux
+                )
+                if basis is not None:
+                    decoded = load_part("model_constants").rotate_back(decoded, basis)
+                outputs.append(decoded.transpose(1, 2))
+            del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
+            out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).contiguous()
         except BaseException:
             rows.forget_step()  # which the same layer would take up in the next pass
             raise
         # Only now: a pass that fails leaves a layer with fewer columns than the cache has.
         self.layer.num_columns = self.start + num_columns
         return out, None
-
-    def _attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        step: Step,
-        scaling: float | None,
-        s_aux: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        prompt = step.num_prefill
-        outputs = []
-        if prompt:
-            keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
-            if attention_mask is not None:
-                attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
-            kwargs |= {"scaling": scaling, "s_aux": s_aux}
-            dense, _ = _attend_densely(module, query[:, :, :prompt], keys, values, attention_mask, **kwargs)
-            outputs.append(dense)
-            del keys, values
-        if step.split is not None:
-            self.layer.split(step)
-            if not step.num_decode:
-                self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
-        if step.num_decode:
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            values, basis = self.value[:, :, prompt:], self.layer.value_basis
-            if basis is not None:
-                values = load_part("model_constants").rotate(values, basis)
-            decoded = self.layer.decode(
-                query[:, :, prompt:], self.key[:, :, prompt:], values, step, scale, s_aux
-            )
-            if basis is not None:
-                decoded = load_part("model_constants").rotate_back(decoded, basis)
-            outputs.append(decoded.transpose(1, 2))
-        del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return out.contiguous()
 
 
 def leank_attention(

@@ -193,7 +193,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return self._attend(query, append, softmax_scale, sinks, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
         as_stored = store.tensors.rounded(key, value, self.layout)
-        out = self.attend_turn(query, *as_stored, append, softmax_scale, sinks)
+        kernels = self.kernels_for(query[:, :, :1], sinks)
+        with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
+            out = attend_turn(query, *as_stored, store, append, softmax_scale, sinks, kernels)
         store.append(key, value, append)
         return out
 
@@ -202,21 +204,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.store is not None
         self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, None, self.kernels_for(query))
-
-    def attend_turn(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        append: Append,
-        softmax_scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend to what was stored before several columns, and causally to these, which are not yet."""
-        assert self.store is not None
-        kernels = self.kernels_for(query[:, :, :1], sinks)
-        with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
-            return attend_turn(query, key, value, self.store, append, softmax_scale, sinks, kernels)
 
     def choose_kernels(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""

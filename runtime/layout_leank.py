@@ -209,13 +209,3 @@ def cut_layers(
         ChunkLayout(tuple(own), head_dim, chunk_size, None if values is None else tuple(values), value_chunk)
         for own, values in zip(widths, every, strict=True)
     )
-
-
-def choose_value_multiple(head_dim: int) -> int:
-    """Choose what kept channels of V are a multiple of: a chunk that kernels are at their best with.
-
-    Where half of V goes, multiples of 64 cost heads of 128 nothing, those of 32 cost heads of 64 more.
-    """
-    if head_dim > 64:
-        return math.gcd(head_dim, 64 if head_dim >= 128 else 32)
-    return math.gcd(head_dim, max(1, head_dim // 4))

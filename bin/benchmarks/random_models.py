@@ -24,11 +24,15 @@ from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert._runtime.fp8_leank import FP8, scale_of
-from leank_convert._runtime.layout_leank import choose_value_multiple
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
-from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
+from leank_convert.head_layout import (
+    BYTES_PER_ELEMENT,
+    HeadLayout,
+    choose_value_multiple,
+    plan_head_layout,
+)
 from leank_convert.kv_scales import describe_cache
 from leank_convert.mask import ChannelMask, load_mask, resolve_mask
 from leank_convert.mask_provenance import MaskProvenance

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from runtime.layout_leank import ChunkLayout, choose_value_multiple, cut_layers, order_channels
+from leank_convert.head_layout import choose_value_multiple
+from runtime.layout_leank import ChunkLayout, cut_layers, order_channels
 from tests.tiny_families import random_mask
 
 WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
