@@ -57,6 +57,7 @@ _STEPS_TO_CAPTURE = 2  # the first of a kind warms up, the next one is captured
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
 _NOTES = (
     "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
+    "both leave out the step in 32 that prunes a block; decode s has it",
     "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
     "decode s: a call without its prefill, whose share of the call is the last column",
 )

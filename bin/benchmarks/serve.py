@@ -30,7 +30,6 @@ from bin.benchmarks.random_models import Setup, write_folder
 from bin.benchmarks.server import QUIET, read_log, read_metric, start_server
 from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.vllm.pages import BLOCK_SIZE
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
@@ -42,15 +41,16 @@ _IMPORTS = (
     "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, leank_convert.vllm.models, tilelang"
 )
 _COLUMNS = {
-    "cache tokens": Column("cache_tokens", "{:,.0f}"),
     "at once": Column("most_running", "{:,.0f}"),
     "tokens/s": Column("output_tokens_per_second", "{:,.0f}"),
     "TTFT ms": Column("first_token_milliseconds"),
     "ITL ms": Column("token_milliseconds"),
+    "TPOT ms": Column("mean_milliseconds"),
 }
 _NOTES = (
-    "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
+    "at once: most requests that ran at a time, caches having the same memory",
     "TTFT: time to first token; ITL: from token to token; medians of `vllm bench serve`",
+    "TPOT: mean time of an answer's tokens behind the first, steps that read a prompt as well among them",
 )
 
 
@@ -134,11 +134,7 @@ def benchmark_serve(
                 if not failed:
                     break
     for index, load in enumerate(loads):
-        ran = {
-            name: {"cache_tokens": side["blocks"] * side["block_size"], **side["runs"][index]}
-            for name, side in sides.items()
-            if side["runs"][index:]
-        }
+        ran = {name: dict(side["runs"][index]) for name, side in sides.items() if side["runs"][index:]}
         _print_load(report, load, ran, [described[name] for name in ran])
     ok = not any("error" in side for side in sides.values())
     return report.document("serve", ok=ok, memory_bytes=memory_bytes, sides=sides)
@@ -153,13 +149,10 @@ def _measure_side(
     with start_server(folder, side["options"], log) as server:
         url = server.wait()
         seconds = time.monotonic() - began
-        side |= _read_size(url)
-        if name != DENSE:  # vLLM tells that of the smallest group
-            side["block_size"] = _kept_page(side["options"])
+        side["blocks"] = _read_size(url)
         named = _ATTENTION.findall(log.read_text(errors="replace"))
         side["attention"] = named[-1] if named else "its only attention"
-        size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
-        report.line(f"{name}: {size}, {side['attention']}, started in {seconds:.0f} s")
+        report.line(f"{name}: {side['blocks']:,} blocks, {side['attention']}, started in {seconds:.0f} s")
         for load in loads:
             run = _measure(load, url, folder, bench)
             side["runs"].append(run)
@@ -168,17 +161,10 @@ def _measure_side(
             report.line(f"{name}, {load.describe()}: {told}, then {each:,.2f} ms each")
 
 
-def _kept_page(options: Sequence[str]) -> int:
-    """Tokens of a kept page, by `vllm serve`'s options."""
-    words = [word for option in options for word in option.split("=", 1)]
-    return int(words[words.index("--block-size") + 1]) if "--block-size" in words else BLOCK_SIZE
-
-
-def _read_size(url: str) -> dict[str, int]:
-    """Pages of the cache, and tokens of a page."""
+def _read_size(url: str) -> int:
+    """Blocks of the cache."""
     (line,) = read_metric(url, "vllm:cache_config_info{")[:1]
-    names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
-    return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
+    return int(line.partition('num_gpu_blocks="')[2].partition('"')[0])
 
 
 def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any]:
@@ -213,6 +199,7 @@ def _measure(load: Load, url: str, folder: Path, bench: _Bench) -> dict[str, Any
         "output_tokens_per_second": said["output_throughput"],
         "first_token_milliseconds": said["median_ttft_ms"],
         "token_milliseconds": said["median_itl_ms"],
+        "mean_milliseconds": said["mean_tpot_ms"],
     }
 
 

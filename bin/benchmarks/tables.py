@@ -57,6 +57,8 @@ class Report:
             self.line(
                 f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
                 f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
+                + (f"; {subject['value_pruning_ratio']:.1%} of V" if subject["value_pruning_ratio"] else "")
+                + (f"; our caches in {subject['kv_dtype']}" if "kv_dtype" in subject else "")
             )
 
     def document(self, benchmark: str, **results: Any) -> dict[str, Any]:

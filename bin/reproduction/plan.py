@@ -1,7 +1,7 @@
 """What an experiment is made of: masks, caches that answer, prompts, tables. Data alone; nothing runs here.
 
 A way to prune that has several settings (budget, windows) enters a table as the one of them that did best on
-validation prompts: no baseline is shown below its best.
+validation prompts, so that none of them is shown below its best.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ _Z_95 = 1.96
 _NOTE = (
     "Scores are in percent. Brackets hold 95% intervals of paired differences over the same prompts, in "
     "points, over prompts, not over the seed of training. Cells (a task at a length) that the dense model "
-    "cannot answer are left out. K and V removed are shares of the pruned region. Of a method with several "
-    "settings the one that is best on prompts of another seed is shown."
+    "cannot answer are left out. K and V removed are shares of the pruned region."
+)
+_NOTE_OF_CHOICES = (
+    " Of a method with several settings the one that is best on prompts of another seed is shown."
 )
 _Line = Mapping[str, str]  # a table's row: cells by column
 
@@ -30,7 +32,9 @@ _Line = Mapping[str, str]  # a table's row: cells by column
 def render(experiment: Experiment) -> str:
     """The whole report of an experiment."""
     plan = experiment.plan
-    blocks = [f"# {plan.title}", "\n".join(f"- {line}" for line in experiment.describe()), _NOTE]
+    has_choices = any(len(row) > 1 for table in plan.tables for _, row in table.rows)
+    note = _NOTE + _NOTE_OF_CHOICES * has_choices
+    blocks = [f"# {plan.title}", "\n".join(f"- {line}" for line in experiment.describe()), note]
     blocks += [render_table(table.title, _score_lines(experiment, table)) for table in plan.tables]
     blocks += [
         render_table("Further differences", _pair_lines(experiment)),
@@ -72,6 +76,9 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
             continue
         others = {} if entry is DENSE else dense  # what it is compared with
         leanks = {} if leank in (None, entry) else answers.scores(leank.name)
+        # Of one that was asked less, what dense scores there: its own mean is that of other prompts.
+        fewer = {cell: dense[cell][: len(found)] for cell, found in scores.items() if cell in others}
+        is_shown = len(take(fewer)) not in (0, len(take(dense)))
         yield {
             "": label,
             "setting": entry.setting,
@@ -79,6 +86,7 @@ def _score_lines(experiment: Experiment, table: Table) -> Iterator[_Line]:
             **_removed(experiment, entry),
             "n": f"{len(take(scores)):,}",
             "score": _mean(take(scores)),
+            "dense there": _mean(take(fewer)) if is_shown else "",
             "against dense": describe_difference(subtract(scores, others)),
             "LeanK against it": describe_difference(subtract(leanks, scores)),
             **{name: _describe(scores, others, cells) for name, cells in groups.items()},

@@ -15,6 +15,7 @@ RUN = {
     "output_tokens_per_second": 50.0,
     "first_token_milliseconds": 20.0,
     "token_milliseconds": 4.0,
+    "mean_milliseconds": 5.0,
 }
 
 
@@ -25,7 +26,7 @@ def measure(monkeypatch, failing):
         log.write_text("starting\nRuntimeError: no room\n")
         if failing.get(name) == "start":
             raise LeanKError("vLLM's server did not start: RuntimeError: no room", exit_code=1)
-        side |= {"blocks": 10, "block_size": 64}
+        side["blocks"] = 10
         for load in loads:
             side["runs"].append({**RUN, **asdict(load)})
             if failing.get(name) == "interrupt":

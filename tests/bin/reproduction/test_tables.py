@@ -40,8 +40,12 @@ def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_pa
     report = Experiment(tmp_path, CENTRED, "testbed", device="cpu", minutes=0).run().read_text()
     assert "| documentation, 4000 | fp8 | 0.0123 | 50.0% |" in report
     header, found = rows(report, "RULER's tasks")
-    assert header == ["", "asked", "n", "score", "against dense", "4096", "8192", "vt"]
-    assert found["dense"][1:] == ["", "6", "75.0", "", "66.7", "83.3", "75.0"]
+    assert header == ["", "asked", "n", "score", "dense there", "against dense", "4096", "8192", "vt"]
+    assert found["dense"][1:] == ["", "6", "75.0", "", "", "66.7", "83.3", "75.0"]
+    # On the one prompt that int4 was asked: dense's own row is of others, too.
+    shown = {name: line[header.index("dense there")] for name, line in found.items()}
+    assert {name: mean for name, mean in shown.items() if mean} == {"int4": "100.0"}
+    assert "best on prompts of another seed" not in report  # each row has one setting
     assert found["leank 70%"][header.index("n")] == "6"
     assert found["leank 70%"][header.index("score")] == "66.7"
     assert found["leank 70%"][header.index("against dense")].startswith("-8.3 [")
