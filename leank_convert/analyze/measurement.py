@@ -43,7 +43,8 @@ class Measurement:
     between_tasks: tuple[tuple[float, ...], ...]
     # The same of the lengths, each the mean over all tasks [lengths][lengths].
     between_lengths: tuple[tuple[float, ...], ...]
-    high_frequency_ratio: Tensor  # the paper's w_hf of every KV head, mean over all prompts [L, H_kv]
+    # The paper's w_hf of every KV head, mean over all prompts [L, H_kv]; NaN in layers without rotation.
+    high_frequency_ratio: Tensor
     ratio_of_empty: float | None  # the mean w_hf of the heads of width 0, None if there are none
     ratio_of_others: float | None  # the mean w_hf of the heads that keep channels, None if there are none
     centred: bool = False  # whether keys were measured less the mask's mean, as they are cached
@@ -57,7 +58,9 @@ class Measurement:
             "key_mean": self.centred,
             "correlation_between_tasks": [list(row) for row in self.between_tasks],
             "correlation_between_lengths": [list(row) for row in self.between_lengths],
-            "high_frequency_ratio": self.high_frequency_ratio.tolist(),
+            "high_frequency_ratio": [
+                row.tolist() if row.isfinite().all() else None for row in self.high_frequency_ratio
+            ],
             "high_frequency_ratio_of_empty_heads": self.ratio_of_empty,
             "high_frequency_ratio_of_other_heads": self.ratio_of_others,
         }
@@ -120,16 +123,20 @@ def measure_model(
         _mean(n for n, p in zip(norms, prompts, strict=True) if p.length == size) for size in lengths
     ]
     ratio = _mean(ratios)
-    empty = ~mask.channel_mask.any(-1)
+    empty, rotated = ~mask.channel_mask.any(-1), ratio.any(-1, keepdim=True).expand_as(ratio)
+    means = [
+        ratio[chosen].mean().item() if chosen.any() else None
+        for chosen in (empty & rotated, ~empty & rotated)
+    ]
     return Measurement(
         tasks=tasks,
         lengths=lengths,
         num_samples=len(prompts) // (len(tasks) * len(lengths)),
         between_tasks=correlate(by_task),
         between_lengths=correlate(by_length),
-        high_frequency_ratio=ratio,
-        ratio_of_empty=ratio[empty].mean().item() if empty.any() else None,
-        ratio_of_others=ratio[~empty].mean().item() if not empty.all() else None,
+        high_frequency_ratio=ratio.where(rotated, torch.nan),
+        ratio_of_empty=means[0],
+        ratio_of_others=means[1],
         centred=mask.key_mean is not None,
     )
 

@@ -149,7 +149,7 @@ def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:
     names = [f"{length:,}" for length in measured.lengths]
     ratios, title = measured.high_frequency_ratio, "High-frequency ratio by head"
-    top = max(1.0, float(ratios.max()))
+    top = max(1.0, float(ratios.nan_to_num().max()))
     return [
         Section(
             "Are the same channels large everywhere?",

@@ -188,6 +188,7 @@ def draw_ratio_by_width(axes: Axes, ratios: Tensor, widths: Tensor) -> None:
     """A point per head: its width against its w_hf, heads of width 0 in another colour."""
     ratio, width = ratios.flatten().numpy(), widths.flatten().numpy()
     for chosen, colour, label in ((width == 0, ORANGE, "width 0"), (width > 0, BLUE, "keeps channels")):
+        chosen = chosen & np.isfinite(ratio)  # layers that are not rotated have none
         if chosen.any():
             axes.scatter(
                 ratio[chosen], width[chosen], s=26, color=colour, alpha=0.6, linewidths=0, label=label

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from leank_convert.analyze.measurement import choose_lengths, draw_prompts, measure_model
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import DataSection
 from leank_convert.recipe_file import load_recipe
+from leank_convert.report.figures import draw_ratio_by_width
 from leank_convert.train.model import find_model, load_model
 
 DATA = DataSection(
@@ -77,6 +79,20 @@ def test_tasks_are_compared_over_all_lengths_and_lengths_over_all_tasks(subject,
     assert found.ratio_of_empty == pytest.approx((ratio[0, 1] + ratio[2, 3]).item() / 2, rel=1e-5)
     others = ratio.sum() - ratio[0, 1] - ratio[2, 3]
     assert found.ratio_of_others == pytest.approx(others.item() / 14, rel=1e-5)
+
+
+def test_a_layer_without_rotation_has_no_ratio_and_counts_in_no_mean(subject, prompts, monkeypatch):
+    mask = ChannelMask(torch.ones(4, 4, 64, dtype=torch.bool))
+    whole = measure_model(subject.model, mask, prompts[:1])
+    monkeypatch.setattr(subject.model.model.layers[3].self_attn, "use_rope", False, raising=False)
+    found = measure_model(subject.model, mask, prompts[:1])
+    assert found.high_frequency_ratio[3].isnan().all()
+    assert found.ratio_of_others == pytest.approx(whole.high_frequency_ratio[:3].mean().item(), rel=1e-6)
+    ratios = found.to_dict()["high_frequency_ratio"]
+    assert ratios == [*whole.to_dict()["high_frequency_ratio"][:3], None]
+    axes = Figure().subplots()
+    draw_ratio_by_width(axes, found.high_frequency_ratio, mask.channel_mask.sum(-1))
+    assert axes.lines[0].get_xdata()[0] == pytest.approx(found.ratio_of_others)
 
 
 def test_of_a_mask_with_a_mean_keys_are_measured_as_they_are_cached(subject, prompts):
