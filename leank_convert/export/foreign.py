@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Set
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,11 +59,18 @@ def refuse_edited(out: Path) -> None:
         place = out / name
         if name == MASK_FILE_NAME or not place.is_file() or _is_behind_link(out, place):
             continue
-        if sha256_of(place) != digest:
+        status = place.stat()
+        if _digest(place, status.st_size, status.st_mtime_ns) != digest:
             raise LeanKError(
                 f"`{place}` is not what the export wrote: its SHA-256 is another",
                 hint="move it elsewhere to keep it, or delete it",
             )
+
+
+@cache
+def _digest(place: Path, size: int, changed: int) -> str:
+    """SHA-256 of a file as it is, which a command that asks twice reads once: weights take minutes."""
+    return sha256_of(place)
 
 
 def refuse_mistakable(out: Path) -> None:

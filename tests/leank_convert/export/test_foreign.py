@@ -5,11 +5,12 @@ import json
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
-from leank_convert.export import export_checkpoint
+from leank_convert.export import export_checkpoint, foreign
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.verify import verify_checkpoint
 from tests.checks import fitting_mask, refusal
@@ -71,6 +72,17 @@ def test_what_a_loader_would_take_up_is_refused_by_name(old, name):
     (old / name).parent.mkdir(exist_ok=True)
     (old / name).write_text("mine")
     with refusal(rf"`.*/{name}` would count as part of a checkpoint", "move it elsewhere"):
+        check_replaceable(old, overwrite=True)
+
+
+def test_old_weights_are_read_once_a_command_unless_they_change(old, monkeypatch):
+    hashed = Mock(wraps=foreign.sha256_of)
+    monkeypatch.setattr(foreign, "sha256_of", hashed)
+    for _ in range(2):
+        check_replaceable(old, overwrite=True)
+    assert len({call.args for call in hashed.call_args_list}) == len(hashed.call_args_list) == 8
+    (old / "tokenizer.json").write_text("new")
+    with refusal("`.*/tokenizer.json` is not what the export wrote"):
         check_replaceable(old, overwrite=True)
 
 
