@@ -134,7 +134,7 @@ def benchmark_serve(
                 if not failed:
                     break
     for index, load in enumerate(loads):
-        ran = {name: dict(side["runs"][index]) for name, side in sides.items() if side["runs"][index:]}
+        ran = {name: side["runs"][index] for name, side in sides.items() if side["runs"][index:]}
         _print_load(report, load, ran, [described[name] for name in ran])
     ok = not any("error" in side for side in sides.values())
     return report.document("serve", ok=ok, memory_bytes=memory_bytes, sides=sides)

@@ -29,7 +29,6 @@ from bin.reproduction.plan import (
     singles,
 )
 
-NAMES = ("testbed", "smollm2", "qwen2.5-coder")
 _FEW = (
     "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=8", "data.min_length=448",
     "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",

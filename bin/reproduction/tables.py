@@ -23,9 +23,7 @@ _NOTE = (
     "points, over prompts, not over the seed of training. Cells (a task at a length) that the dense model "
     "cannot answer are left out. K and V removed are shares of the pruned region."
 )
-_NOTE_OF_CHOICES = (
-    " Of a method with several settings the one that is best on prompts of another seed is shown."
-)
+_NOTE_OF_CHOICES = " Of several settings the one that is best on prompts of another seed is shown."
 _Line = Mapping[str, str]  # a table's row: cells by column
 
 

@@ -6,13 +6,14 @@ import torch
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import UNALIGNED
 from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
-from bin.reproduction.plans import NAMES, make_plan
+from bin.reproduction.plans import make_plan
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.masks import FOLDER
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
+NAMES = ("testbed", "smollm2", "qwen2.5-coder")
 KINDS = {
     "gpu": {"quick": False, "on_gpu": True},
     "cpu": {"quick": False, "on_gpu": False},
