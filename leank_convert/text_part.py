@@ -41,7 +41,7 @@ def read_text_part(config: Mapping[str, Any], origin: Path) -> dict[str, Any] | 
         return None
     if text.get("model_type") not in (*ARCHITECTURES,):
         return None
-    if config.get("quantization_config") is not None:
+    if any(part.get("quantization_config") is not None for part in (config, text)):
         raise LeanKError(
             f"`{origin}`: `quantization_config` is of a larger model, whose modules it names, and not of its "
             "text model",

@@ -105,10 +105,12 @@ def test_it_is_trained_and_evaluated_from_the_whole_folder(whole, tmp_path):
 
 @pytest.mark.parametrize("whole", ["gemma3"], indirect=True)
 def test_it_is_refused_where_that_is_asked_for_or_it_is_quantized(whole, tmp_path):
-    _, folder = whole
+    model, folder = whole
     for command in (["export", "--all-channels"], ["train"], ["export-onnx", "--all-channels"]):
         told = rejected(*command, folder, "-o", tmp_path / "out", "--no-text-model")
         assert "is a 'gemma3', which also reads images" in told
-    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
-    with refusal("`quantization_config` is of a larger model"):
-        export_checkpoint(folder, None, tmp_path / "out", all_channels=True)
+    text, quantized = model.config.text_config.to_dict(), {"quantization_config": {"quant_method": "fp8"}}
+    for changes in (quantized, {"quantization_config": None, "text_config": {**text, **quantized}}):
+        edit_json(folder / "config.json", **changes)
+        with refusal("`quantization_config` is of a larger model"):
+            export_checkpoint(folder, None, tmp_path / "out", all_channels=True)
