@@ -324,7 +324,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 keys, values = gather_run(layer.page_kernels, store, layer.layout, run, query.dtype)
                 # A sink's logit is no product with a key, so keys need their mean here.
                 if self.sinks is not None and layer.key_mean is not None:
-                    keys = (keys + layer.key_mean[0]).to(query.dtype)
+                    keys.add_(layer.key_mean[0])
             given = self.scale, self.sinks, self.flash_attention
             attend_to_run(query[part], keys, values, run, output[part], *given)
         if layer.value_basis is not None:

@@ -97,6 +97,8 @@ def hide_prompts(layers: Iterable[Any]) -> None:
 @functools.cache
 def _without_prompts(stock: type[AttentionBackend]) -> type[AttentionBackend]:
     """A backend of vLLM's own that would take prompts' lengths for those before a window of its own."""
+    if hasattr(stock, "hides_prompts"):  # vLLM asks for specs more than once
+        return stock
 
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -104,6 +106,8 @@ def _without_prompts(stock: type[AttentionBackend]) -> type[AttentionBackend]:
             return super().build(common_prefix_len, common, fast_build)
 
     class WithoutPrompts(stock):
+        hides_prompts = True
+
         @staticmethod
         def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
             return Builder

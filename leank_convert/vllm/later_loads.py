@@ -52,6 +52,11 @@ def _reload_alike(
     """Reload weights, of another folder where that has the mask and the constants that are served."""
     config = getattr(worker.model_runner.get_model(), "config", None)
     own: Mapping[str, Any] | None = getattr(config, "leank", None)
+    if own is not None and weights_iterator is not None:
+        raise ValueError(
+            "reload_weights: weights of an iterator may have the original's order of heads: name the folder "
+            "of a checkpoint (`weights_path`)"
+        )
     if own is not None and weights_path is not None:
         block = PreTrainedConfig.get_config_dict(weights_path)[0].get("leank") or {}
         if _served(block) != _served(own):

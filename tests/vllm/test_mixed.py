@@ -175,7 +175,9 @@ def test_other_layers_know_nothing_of_prompts():
     drafting, pruned = Attention.__new__(Attention), attention(0, None)
     drafting.__dict__["attn_backend"] = Stock
     hide_prompts([drafting, pruned])
-    assert pruned.attn_backend is Stock
+    hidden = drafting.attn_backend
+    hide_prompts([drafting, pruned])
+    assert drafting.attn_backend is hidden and pruned.attn_backend is Stock
     for other in (beside, drafting):
         builder = other.attn_backend.get_builder_cls()()
         assert builder.build(0, Batch(torch.ones(3))) == Batch(None)
