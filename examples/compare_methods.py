@@ -29,13 +29,14 @@ def main() -> None:
     print(f"{'method':24}{'removed':>9}{'dense':>9}{'pruned':>9}   95% interval of the difference")
     for method in args.methods:
         recipe = load_recipe(args.recipe, [f"method={method}", f"pruning_ratio={args.ratio}"])
-        folder = args.out / method
-        mask = train_mask(args.model, folder, recipe=recipe)
-        export_checkpoint(args.model, mask, folder)
-        score = evaluate_checkpoint(folder, recipe=recipe, num_samples=args.num_samples).total
-        low, high = score.differences["pruned"].interval
-        means = "".join(f"{score.means[name]:9.1%}" for name in ("dense", "pruned"))
-        print(f"{method:24}{mask.pruning_ratio:9.1%}{means}   [{low:+.1%}, {high:+.1%}]")
+        folder = args.out / f"{Path(args.model).name}-{args.ratio:g}" / method
+        if not (folder / "config.json").exists():
+            mask = train_mask(args.model, folder, recipe=recipe, resume=folder.exists())
+            export_checkpoint(args.model, mask, folder)
+        result = evaluate_checkpoint(folder, recipe=recipe, num_samples=args.num_samples)
+        low, high = result.total.differences["pruned"].interval
+        means = "".join(f"{result.total.means[name]:9.1%}" for name in ("dense", "pruned"))
+        print(f"{method:24}{result.pruning_ratio:9.1%}{means}   [{low:+.1%}, {high:+.1%}]")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if not (args.out / "config.json").exists():
-        mask = train_mask(args.model, args.out, recipe=args.recipe)
+        mask = train_mask(args.model, args.out, recipe=args.recipe, resume=args.out.exists())
         export_checkpoint(args.model, mask, args.out)
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -45,7 +45,8 @@ def prune_model(
         model: A causal language model of transformers' own class, adapters in place or not. Its `generate`
             takes what that of a checkpoint takes, `kv_dtype` among it.
         mask: A mask, its file, the folder of a training run or checkpoint, a hub id, or the name of a
-            packaged mask; None for the packaged one of the model, of several that for 0.7.
+            packaged mask; None for the packaged one of the model, of several that for 0.7. If it prunes V,
+            its basis has to be of this model's weights, which nothing in memory tells.
         sink_size: First tokens that keep every channel; by default the mask's, else 128.
         recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
         flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
@@ -121,8 +122,8 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
         raise LeanKError(f"weights of `{name}` are not in memory", hint="load it without offloading")
     if "forward" in vars(model):
         raise LeanKError(
-            f"`{name}` has a forward pass of its own, as models over several devices have",
-            hint="load it on one device",
+            f"`{name}` has a forward pass of its own, as models over several devices and compiled ones have",
+            hint="load it on one device, and compile it within the block",
         )
     return stock, facts
 

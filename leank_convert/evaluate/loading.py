@@ -26,6 +26,7 @@ from leank_convert.checkpoint_io import (
     read_leank_facts,
 )
 from leank_convert.errors import LeanKError, LeanKMemoryError, first_line, out_of_memory
+from leank_convert.export.packaged import identify_model
 from leank_convert.families import Architecture
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
@@ -37,6 +38,7 @@ from leank_convert.text_part import find_whole, load_from
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code, check_config
 from leank_convert.unpack import unpack_weights
+from leank_convert.value_weights import check_values_belong
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
@@ -97,7 +99,13 @@ def load_evaluated(
                 hint="leave the mask out, or name the original model",
             )
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
-        found, _ = find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        found, origin = find_mask(mask, str(checkpoint))  # refused before weights are loaded
+        if found.value_basis is not None and found.provenance is not None:
+            name, origins = (
+                identify_model(checkpoint),
+                {"mask_origin": origin, "model_origin": str(checkpoint)},
+            )
+            check_values_belong(found.provenance, open_checkpoint(folder), facts, name=name, **origins)
         known = None if found.provenance else find_recipe(recipe, checkpoint)
         tokenizer = load_tokenizer(folder, checkpoint)
     model = load_model(folder, device, trust_remote_code=mask is None)

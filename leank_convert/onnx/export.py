@@ -101,7 +101,9 @@ def export_onnx(
     export = None
     if "leank" in read_config(checkpoint):
         # A window size of 0 is a choice, though 0 equals False.
-        chosen = [value for value in choices.values() if value not in (None, ()) and value is not False]
+        chosen = [
+            value for value in choices.values() if value not in (None, (), [], {}) and value is not False
+        ]
         if mask is not None or chosen:
             raise LeanKError(
                 f"`{model}` already is a LeanK checkpoint, with a mask and windows of its own",

@@ -1,5 +1,6 @@
 """A checkpoint and its dense twin, and what a rounded cache costs: worked out apart."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def test_a_model_beside_a_mask_may_be_the_hubs(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **_: resolve_model("testbed"))
     found = load_evaluated(Path("owner/testbed"), torch.device("cpu"), mask="testbed-70")
     assert found.facts.model_type == "llama" and found.leank
+
+
+def test_a_basis_of_v_for_another_models_weights_is_refused(tmp_path):
+    tuned = shutil.copytree(resolve_model("testbed"), tmp_path / "tuned")
+    with refusal("has a basis of V for copies of testbed"):
+        load_evaluated(tuned, torch.device("cpu"), mask="testbed-70-v50")
 
 
 def test_a_model_beside_a_mask_that_names_a_hubs_kernel_is_refused(source_model):
