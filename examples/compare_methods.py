@@ -29,9 +29,11 @@ def main() -> None:
     print(f"{'method':24}{'removed':>9}{'dense':>9}{'pruned':>9}   95% interval of the difference")
     for method in args.methods:
         recipe = load_recipe(args.recipe, [f"method={method}", f"pruning_ratio={args.ratio}"])
-        folder = args.out / f"{Path(args.model).name}-{args.ratio:g}" / method
+        run = f"{args.model.strip('/').replace('/', '--')}-{Path(args.recipe).stem}-{args.ratio:g}"
+        folder = args.out / run / method
         if not (folder / "config.json").exists():
-            mask = train_mask(args.model, folder, recipe=recipe, resume=folder.exists())
+            resume = bool(recipe.trains) and folder.exists()  # where it was stopped
+            mask = train_mask(args.model, folder, recipe=recipe, resume=resume)
             export_checkpoint(args.model, mask, folder)
         result = evaluate_checkpoint(folder, recipe=recipe, num_samples=args.num_samples)
         low, high = result.total.differences["pruned"].interval

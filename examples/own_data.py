@@ -33,7 +33,8 @@ def main() -> None:
     args = parser.parse_args()
 
     recipe = choose_recipe(args.text, args.recipe, toy=args.model == "testbed")
-    mask = train_mask(args.model, args.out, recipe=recipe, resume=args.out.exists())
+    resume = bool(recipe.trains) and args.out.exists()  # where it was stopped
+    mask = train_mask(args.model, args.out, recipe=recipe, resume=resume)
     print(f"pruned {mask.pruning_ratio:.1%}; kept channels by layer and KV head: {mask.widths}")
     print(export_checkpoint(args.model, mask, args.out))
 

@@ -63,7 +63,9 @@ DOWNLOADED_PATTERNS = (
     ADAPTER_NAME,
     ADAPTER_WEIGHTS_NAME,
     INDEX_NAME,
-    "model*.safetensors",  # shards of Qwen3.5 begin with `model.safetensors-`
+    SINGLE_FILE_NAME,
+    "model-*.safetensors",
+    "model.safetensors-*.safetensors",  # Qwen3.5's
     CARD_NAME,  # names the licence
     *COMPANION_PATTERNS,
 )

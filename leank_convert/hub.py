@@ -158,7 +158,8 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False, adapte
         path: The checkpoint's folder.
         repo_id: The repository, made if it does not exist.
         private: Whether one that is made is private; if not, the owner's default holds.
-        adapter: Whether the adapter that `export` converted beside the checkpoint is uploaded, too.
+        adapter: Whether the adapter that `export` converted beside the checkpoint is uploaded, too; one that
+            was uploaded before goes.
 
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, the repository holds another model or is public where

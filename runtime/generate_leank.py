@@ -17,9 +17,9 @@ from .windows_leank import PRUNE_MODES, check_choice
 # `dynamic_full` is what older releases of transformers ask of a drafting model; the hybrid ones stand in
 # Gemma's generation config, for the cache of the model's own kinds of layers.
 _OWN_CACHE = (None, "dynamic", "dynamic_full", "hybrid", "hybrid_chunked")
-# With these the first pass is the prompt and drafted tokens, or a part of the prompt.
+# With these the first pass is the prompt and drafted tokens, or a part of the prompt, or may be.
 _DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")
-_SPLITTING = (*_DRAFTING, "prefill_chunk_size")
+_SPLITTING = (*_DRAFTING, "prefill_chunk_size", "custom_generate")
 # `prune` and `kv_dtype` of a `generate` call, for what it runs without its cache: Phi-3 begins with a new one
 # where its rope changes, guidance reads a second prompt.
 KIND: ContextVar[tuple[str | None, str | None]] = ContextVar("KIND", default=(None, None))
@@ -99,7 +99,8 @@ class GenerateMixin:
         try:
             cache.rows.begins_turn = True
             # Elsewhere all columns of the first pass are the prompt's, such as PEFT's virtual tokens.
-            if cache.get_seq_length() or any(_first_given(kwargs, configs, name) for name in _SPLITTING):
+            splits = args or any(_first_given(kwargs, configs, name) for name in _SPLITTING)
+            if splits or cache.get_seq_length():
                 cache.prefill_length = columns
             if columns:
                 num_columns = _columns_to_reserve(columns, kwargs, configs)

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from leank_convert._runtime.layout_leank import ChunkLayout
+from leank_convert._runtime.turns_leank import attend_turn
 from leank_convert.errors import LeanKError
 from leank_convert.windows import Windows
 
@@ -177,7 +178,8 @@ class FilledLayer:
             filled.decode(query, *new, step, scale)
             self._attend = partial(filled.attend, query, step.append, scale)
         else:
-            self._attend = partial(filled.attend_turn, query, *self.as_stored(*new), step.append, scale)
+            given = query, *self.as_stored(*new), filled.store, step.append, scale, None
+            self._attend = partial(attend_turn, *given, filled.kernels_for(query[:, :, :1]))
 
     def as_stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as the cache gives them back: how far it rounds them is no fault of attention's.

@@ -143,7 +143,7 @@ def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
             yield f"between {name}", text
     means = {"of width 0": measured.ratio_of_empty, "with channels": measured.ratio_of_others}
     told = [f"{mean:.3f} of heads {name}" for name, mean in means.items() if mean is not None]
-    yield "high frequencies", f"mean ratio {', '.join(told)}"
+    yield "high frequencies", f"mean ratio {', '.join(told) or '-, as no layer is rotated'}"
 
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:

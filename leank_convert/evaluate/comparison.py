@@ -116,8 +116,12 @@ class Comparison:
         return sorted({outcome.length for outcome in self.outcomes})
 
     def describe(self, length: int) -> str:
-        """What a length is of: of the prompt, or of the text around a problem of GSM-Infinite."""
-        return f"{length} tokens" + (" of filler" if self.measure == MEASURES[GSM_INFINITE] else "")
+        """What a length is of: of the longest prompts, or of the text around a problem of GSM-Infinite."""
+        return (
+            f"{length} tokens of filler"
+            if self.measure == MEASURES[GSM_INFINITE]
+            else f"up to {length} tokens"
+        )
 
     def by_task(self, length: int) -> dict[str, PairedScore]:
         """Per task at one length, in order of appearance."""

@@ -101,11 +101,9 @@ def load_evaluated(
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
         found, origin = find_mask(mask, str(checkpoint))  # refused before weights are loaded
         if found.value_basis is not None and found.provenance is not None:
-            name, origins = (
-                identify_model(checkpoint),
-                {"mask_origin": origin, "model_origin": str(checkpoint)},
-            )
-            check_values_belong(found.provenance, open_checkpoint(folder), facts, name=name, **origins)
+            origins = {"mask_origin": origin, "model_origin": str(checkpoint)}
+            name, opened = identify_model(checkpoint), open_checkpoint(folder)
+            check_values_belong(found.provenance, opened, facts, name=name, **origins)
         known = None if found.provenance else find_recipe(recipe, checkpoint)
         tokenizer = load_tokenizer(folder, checkpoint)
     model = load_model(folder, device, trust_remote_code=mask is None)

@@ -269,6 +269,8 @@ def _draw_cells(axes: Axes, values: Tensor, top: float, colours: Any = "viridis"
 
 def _write_numbers(axes: Axes, values: np.ndarray[Any, Any], top: float, number: str) -> None:
     for (row, column), value in np.ndenumerate(values):
+        if not math.isfinite(value):
+            continue
         colour = "black" if value > 0.6 * top else "white"
         axes.text(column, row, format(value, number), ha="center", va="center", color=colour)
 

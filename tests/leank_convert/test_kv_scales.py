@@ -191,7 +191,7 @@ def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
 
 
 SHOWN = {
-    "fp8": ("scales of {} tokens", "with scales per channel measured on {} tokens."),
+    "fp8": ("scales of {} tokens", "with scales, of K per head and of V per channel, measured on {} tokens."),
     "int4": ("least number and step of every 32", "with a least number and a step for every 32 of a token."),
 }
 

@@ -18,7 +18,7 @@ from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.train.graphs import Gradients
 
 CPU = ("--device", "cpu")
-KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x8", "--rounds", "2")
+KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x40", "--rounds", "2")
 ONE_ROUND = ("kernel", *CPU, "--rounds", "1")
 GENERATE = ("generate", *CPU, "--case", "2x40x6", "--drafts", "3", "--rounds", "2")
 MEMORY = ("memory", *CPU, "--largest", "48x8", "--limit", "0.0015")
@@ -62,7 +62,7 @@ def test_a_document_says_what_ran_where_and_a_table_that_a_cpu_tests(command, me
 def test_kernel_reports_layers_peers_and_bytes(measured):
     document, table = measured(*KERNEL)
     case, several = document["cases"]
-    assert (case["batch"], case["tokens"], several["new"]) == (2, 64, 8)
+    assert (case["batch"], case["tokens"], several["new"]) == (2, 64, 40)
     assert sorted(case["peers"]) == ["leank-all-channels", "sdpa"]
     for entry in (*case["layers"], *case["peers"].values(), *several["peers"].values()):
         assert entry["check"]["ok"]
@@ -70,7 +70,7 @@ def test_kernel_reports_layers_peers_and_bytes(measured):
     assert case["bytes"] == sum(layer["bytes"] for layer in case["layers"]) / 2 < case["dense_bytes"]
     assert case["ratio_to_best"] == min(case["ratios"].values())
     assert "mean of 2 layers" in table and f"ceiling by bytes: {case['byte_ratio']:.2f}x\n" in table
-    assert "decode attention, batch 1, 90 tokens, 8 of them new" in table
+    assert "decode attention, batch 1, 90 tokens, 40 of them new" in table
     assert (
         "not by a graph's replay but by wall clock: leank-all-channels, sdpa, leank, mean of 2 layers\n"
         in table
