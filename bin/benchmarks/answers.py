@@ -151,8 +151,9 @@ def _start(
         environment |= {"UCX_TLS": "tcp,self,sm", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if role:
         options = [*options, "--kv-transfer-config", json.dumps(nixl)]
-        # Below the ports that the system gives by chance, so that nobody takes it before the server does.
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(10_000 + os.getpid() % 20_000 + (gpu or 0))
+        # Below the ports that the system gives by chance, so that nobody takes it before the server does; two
+        # of this process, as a server waits forever for one that another benchmark has.
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(10_000 + 2 * (os.getpid() % 7_500) + (gpu or 0))
     return start_server(checkpoint, options, folder / f"server{gpu}.log", **environment)
 
 

@@ -59,8 +59,9 @@ cpu_router.CPURouter._compute_routing = _in_one_group
 # load for ten seconds each time.
 registry._run_in_subprocess = lambda look: look()
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-# A port of this process, which the system gives no connection meanwhile: engines wait forever for one in use.
-os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(10_000 + os.getpid() % 20_000)
+# A port of this process, which neither the system gives a connection meanwhile nor `bin/benchmark answers` a
+# server: engines wait forever for one in use.
+os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(25_000 + os.getpid() % 7_500)
 # What is loaded by now stays: engines look through it eight times each, for longer than they are built.
 gc.collect()
 gc.freeze()
