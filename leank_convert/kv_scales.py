@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from leank_convert._runtime.configuration_leank import KV_DTYPES
-from leank_convert._runtime.fp8_leank import EXPONENTS, SCALE_NAMES, scale_of
+from leank_convert._runtime.fp8_leank import EXPONENTS, SCALE_NAMES, key_scale_of, scale_of
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.errors import LeanKError
@@ -31,7 +31,7 @@ _HINT = "copy or export the checkpoint again"
 class KVScales:
     """Scales of a model, and what they were measured on."""
 
-    keys: Tensor  # float32 [L, H_kv, D], in the model's own head order; one for channels i and i + D/2
+    keys: Tensor  # float32 [L, H_kv, D], in the model's own head order; one for all channels of a head
     values: Tensor  # float32 [L, H_kv, D]
     num_tokens: int  # how many were measured
     tasks: Sequence[str]  # the recipe's, whose data they are of
@@ -40,8 +40,7 @@ class KVScales:
     @classmethod
     def of_largest(cls, keys: Tensor, values: Tensor, **measured: Any) -> KVScales:
         """Choose scales by the largest numbers of channels, each [L, H_kv, D]."""
-        pairs = torch.maximum(*keys.chunk(2, dim=-1))
-        return cls(scale_of(torch.cat([pairs, pairs], dim=-1)), scale_of(values), **measured)
+        return cls(key_scale_of(keys), scale_of(values), **measured)
 
     def tensors(
         self, facts: ModelFacts, head_permutation: Sequence[Sequence[int]]
@@ -79,7 +78,7 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
 
     Raises:
         LeanKError: If one is missing, of another dtype or shape, or no power of two that every dtype has, or
-            if keys' channels i and i + D/2 do not share one.
+            if keys' channels of a head do not share one.
     """
     names = [name for layer in name_scale_tensors(facts) for name in layer]
     if leank.get("kv_scales") is None:
@@ -91,10 +90,9 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
     for key_name, value_name in name_scale_tensors(facts):
         keys = _read_tensor(checkpoint, key_name, shape)
         _read_tensor(checkpoint, value_name, shape)
-        if not torch.equal(*keys.chunk(2, dim=-1)):
+        if not bool((keys == keys[:, :1]).all()):
             raise LeanKError(
-                f"`{checkpoint.folder}`: tensor `{key_name}` has channels i and i + {facts.head_dim // 2} of "
-                "different scales",
+                f"`{checkpoint.folder}`: tensor `{key_name}` has a head whose channels have different scales",
                 hint=_HINT,
             )
     return f"{len(names)} tensors, of {leank['kv_scales']['num_tokens']} tokens"

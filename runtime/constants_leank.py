@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from .fp8_leank import scale_of
+from .fp8_leank import key_scale_of, scale_of
 
 
 class Constants(NamedTuple):
     """What a layer's keys and values are stored by, each `[1 or B, H_kv, D]`, fp32, or None.
 
     `key_mean` comes off every key, after rotary embedding. In FP8 stored keys are multiplied by `key_scale`,
-    one for both channels of a pair, and stored values by `value_scale`.
+    one for all channels of a head, and stored values by `value_scale`.
     """
 
     key_mean: torch.Tensor | None = None
@@ -62,8 +62,7 @@ def choose_constants(
         return Constants(key_mean)
     largest_key = _largest(keys, real, is_empty, key_mean)
     largest_value = _largest(values, real, is_empty, torch.zeros_like(key_mean[:1]))
-    pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
-    return Constants(key_mean, scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value))
+    return Constants(key_mean, key_scale_of(largest_key), scale_of(largest_value))
 
 
 def _mean(states: torch.Tensor, real: torch.Tensor | None, is_empty: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FP8 cache format: e4m3 numbers and power-of-two scales per channel.
+"""FP8 cache format: e4m3 numbers and power-of-two scales, of keys per head, of values per channel.
 
 stored = clamp(x / scale, -448, 448), rounded to nearest even. A scale that is a power of two divides and
 multiplies without rounding. So queries take the scales of keys and outputs those of values, and what is
@@ -27,6 +27,15 @@ def scale_of(largest: torch.Tensor) -> torch.Tensor:
     exponent = (exponent - (fraction == 0.5).int()).clamp(*EXPONENTS)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return torch.where((largest > 0) & largest.isfinite(), scale, 1)
+
+
+def key_scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """Return the scale of keys by the largest number of each channel `[..., D]`: one for all of a head.
+
+    Rotation turns a channel's numbers into its partner's as positions grow. Which that is differs by family.
+    """
+    finite = largest.masked_fill(~largest.isfinite(), 0)
+    return scale_of(finite.amax(-1, keepdim=True).expand_as(largest))
 
 
 def quantise(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from bin.benchmarks.geometries import Geometry, find_geometry
 from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.tables import Report
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert._runtime.fp8_leank import FP8, scale_of
+from leank_convert._runtime.fp8_leank import FP8, key_scale_of, scale_of
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
@@ -373,8 +373,7 @@ class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if is_prompt:
             self.mean = key_states.mean(2, dtype=torch.float32)[:, :, None]
             largest_key = (key_states - self.mean).abs().amax(2)
-            pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
-            self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(value_states.abs().amax(2))
+            self.scales = key_scale_of(largest_key), scale_of(value_states.abs().amax(2))
         key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
         centred = (key_states - self.mean).to(key_states.dtype)
         stored = _round_to_fp8(centred, key_scale), _round_to_fp8(value_states, value_scale)

@@ -82,8 +82,9 @@ removed channel counts as its mean |
 At {{ element_bytes }} bytes per number, over all {{ "pruned " if facts.is_mixed }}layers and heads.
 {%- if kv_dtype %} Window and pruned region are stored in {{ kv_dtype }}, with
 {%- if kv_dtype == "int4" %} a least number and a step for every {{ int4_group_size }} of a token
-{%- elif scales %} scales per channel measured on {{ scales.num_tokens|count }} tokens
-{%- else %} scales per channel that every prompt gives{% endif %}.{% endif %}
+{%- else %} scales, of K per head and of V per channel,
+{%- if scales %} measured on {{ scales.num_tokens|count }} tokens{% else %} that every prompt gives{% endif %}
+{%- endif %}.{% endif %}
 {% if facts.is_mixed %}
 
 

@@ -29,7 +29,7 @@ from tests.runtime.tiny_inputs import feed
 
 def random_scales(layers=3, heads=4, head_dim=12):
     keys, values = 2.0 ** torch.randint(-14, 16, (2, layers, heads, head_dim))
-    keys = keys[..., : head_dim // 2].repeat(1, 1, 2)
+    keys = keys[..., :1].repeat(1, 1, head_dim)
     return KVScales(keys, values, num_tokens=7, tasks=("retrieval",), seed=3)
 
 
@@ -152,7 +152,7 @@ MEASURED = {"num_tokens": 7, "tasks": ["retrieval"], "seed": 3}
         (
             SCALE.replace("value", "key"),
             lambda scale: torch.cat([2.0 ** (scale[:, :1] == 1), scale[:, 1:]], dim=1),
-            "has channels i and i + 6 of different scales",
+            "has a head whose channels have different scales",
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
 
 
 SHOWN = {
-    "fp8": ("scales of {} tokens", "with scales per channel measured on {} tokens."),
+    "fp8": ("scales of {} tokens", "with scales, of K per head and of V per channel, measured on {} tokens."),
     "int4": ("least number and step of every 32", "with a least number and a step for every 32 of a token."),
 }
 

@@ -347,11 +347,11 @@ class Restatement:
         return keys, values, mean
 
 
-def slow_scale(states: torch.Tensor, is_paired: bool = False) -> torch.Tensor:
-    """Of every channel `[H_kv, D]`, number by number; the second half of a key's turns with the first."""
+def slow_scale(states: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
+    """Of every channel `[H_kv, D]`, number by number, or one that all of a head share."""
     largest = states.abs().amax(1)
-    if is_paired:
-        largest = torch.maximum(largest, largest.roll(largest.shape[1] // 2, -1))
+    if is_shared:
+        largest = largest.amax(1, keepdim=True).expand_as(largest)
     scale = torch.ones_like(largest)
     for place in largest.nonzero().tolist():
         power = math.ceil(math.log2(2 * float(largest[tuple(place)]) / 448))

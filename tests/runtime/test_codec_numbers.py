@@ -10,8 +10,8 @@ from bin.baselines.int4 import quantise as emulate
 from bin.benchmarks.decode_attention import fill_layer
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.codec_leank import Int4
+from runtime.fp8_leank import key_scale_of, reread, scale_of
 from runtime.fp8_leank import quantise as quantise_fp8
-from runtime.fp8_leank import scale_of
 from runtime.tools import concatenate
 from tests.runtime.conversation import NUMBERS, in_eight_bits
 from tests.runtime.tiny_inputs import feed, ids
@@ -36,6 +36,19 @@ def test_scales_leave_room_for_numbers_twice_as_large():
     largest = torch.tensor([224.0, 224.001, 223.9, 1.75, 1.76, 0.0, 1e-30, 3e38, torch.inf, torch.nan])
     expected = [1, 2, 1, 2**-7, 2**-6, 1, 2**-14, 2**15, 1, 1]
     assert scale_of(largest).tolist() == expected
+    head = torch.stack([largest, largest.flip(0), torch.full_like(largest, torch.nan)])
+    assert key_scale_of(head).tolist() == [[2.0**15] * 10, [2.0**15] * 10, [1.0] * 10]
+
+
+@pytest.mark.parametrize(
+    "partners", [torch.arange(16).roll(8), torch.arange(16) ^ 1, torch.arange(16).roll(5)]
+)
+def test_keys_that_rotation_turns_into_other_channels_are_not_clamped(partners):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 64, 16, generator=generator) * torch.tensor([8.0, *[1e-3] * 15])
+    scale = key_scale_of(keys.abs().amax(1))[:, None]
+    turned = (keys + keys[..., partners]) / 2**0.5  # half of a right angle
+    torch.testing.assert_close(reread(turned, scale), turned, rtol=2**-4, atol=float(scale.max()) * 2**-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -43,6 +43,7 @@ WITH_MTP = {"glm4_moe": "shared_head.norm", "hy_v3": "final_layernorm"}
 # What engines are started with unless other options are asked for, and what several are asked with.
 ENGINE = {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 1024}
 TWICE = (None, None)
+NEAR = 0.2  # nats between two tokens that are as likely, but for rounding; of other answers some are 4 behind
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 FEW: dict[str, Any] = {"lengths": (80, 170, 12, 500), "new": 40}
 # Sink, recent and flush so small that prompts outgrow them; none of them a multiple of a page.
@@ -158,10 +159,12 @@ def random_checkpoint(
             mean = 4 * torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2))
             mask = dataclasses.replace(mask, key_mean=mean.half())
         options: dict[str, Any] = {**SIZES, "kv_dtype": kv_dtype}
-        if kv_dtype is not None:  # of no two channels alike, but for pairs of K
+        if kv_dtype is not None:  # of no two heads of K alike, nor channels of V
             generator = torch.Generator().manual_seed(1)
-            largest = [2 ** (5 * torch.rand(3, 4, 32, generator=generator)) for _ in range(2)]
-            options["kv_scales"] = KVScales.of_largest(*largest, num_tokens=0, tasks=(), seed=0)
+            heads, channels = (2 ** (5 * torch.rand(3, 4, count, generator=generator)) for count in (1, 32))
+            options["kv_scales"] = KVScales.of_largest(
+                heads.expand_as(channels), channels, num_tokens=0, tasks=(), seed=0
+            )
         name = f"served_{model_type}_{kv_dtype}{'_centred' * is_centred}"
         return once_per_run(name, lambda out: export_checkpoint(source, mask, out, **options))
 
@@ -317,18 +320,35 @@ ROOM = {"kv_cache_memory_bytes": 64 << 20}
 LINEAR: dict[str, Any] = {"lengths": (170, 500), "new": 20, "dtype": "bfloat16", "scores": True, **ROOM}
 
 
-def scores_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
-    """How likely a model finds answers, token by token."""
+def logits_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
+    """What a model finds of every token in front of each token of the answers [N, T, V]."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         cache, given, steps = model.build_cache(), torch.tensor([prompt]), []
         for token in answer:
             with torch.inference_mode():
                 logits = model(given, use_cache=True, **{CACHE: cache}).logits
-            steps.append(logits[0, -1].float().log_softmax(-1)[token])
+            steps.append(logits[0, -1].float())
             given = torch.tensor([[token]])
         found.append(torch.stack(steps))
     return torch.stack(found)
+
+
+def scores_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
+    """How likely a model finds answers, token by token [N, T]."""
+    scores = logits_of(model, prompts, answers).log_softmax(-1)
+    return scores.gather(-1, torch.tensor(answers)[..., None])[..., 0]
+
+
+def gaps_of(folder: Path, answers: list[list[int]], lengths: Sequence[int] = LENGTHS) -> torch.Tensor:
+    """How far the checkpoint's own runtime has each token of answers behind the likeliest, in nats [N, T].
+
+    For caches in FP8: a number between two of FP8 is rounded by how it was added up, so of two tokens that
+    are nearly as likely either may come, and what follows depends on it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    logits = logits_of(model, prompts_of(folder, lengths), answers)
+    return logits.amax(-1) - logits.gather(-1, torch.tensor(answers)[..., None])[..., 0]
 
 
 @pytest.fixture(scope="session")

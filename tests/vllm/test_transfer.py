@@ -1,14 +1,24 @@
 """One engine reads prompts, another answers from its pages."""
 
 import json
-from itertools import compress
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from leank_convert._runtime.windows_leank import Windows
-from tests.vllm.conftest import LENGTHS, NEW, NGRAMS, SIZES, answers_of, ask, prompts_of, run_engines
+from tests.vllm.conftest import (
+    LENGTHS,
+    NEAR,
+    NEW,
+    NGRAMS,
+    SIZES,
+    answers_of,
+    ask,
+    gaps_of,
+    prompts_of,
+    run_engines,
+)
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 pytest.importorskip("nixl", reason="bin/setup-vllm installs it")
@@ -65,12 +75,11 @@ def test_an_engine_answers_from_pages_of_another(checkpoint):
     assert said["moved"] == bytes_of(said, whole=False) < 0.9 * bytes_of(said, whole=True)
 
 
-def test_pages_in_fp8_give_the_tokens_of_one_engine(in_fp8):
-    _, said = hand_over(in_fp8, new=30)
+def test_pages_in_fp8_give_the_answers_of_one_engine(in_fp8):
+    _, said = hand_over(in_fp8, new=NEW)
     # Of a short prompt all pages are seen, so its last token is read again, from what was rounded.
     is_long = [length > 150 for length in LENGTHS]
-    wanted = answers_of(in_fp8, new=30)
-    assert [*compress(said["answers"][0], is_long)] == [*compress(wanted, is_long)]
+    assert gaps_of(in_fp8, said["answers"][0])[is_long].max() < NEAR
     assert said["moved"] == bytes_of(said, whole=False)
 
 
