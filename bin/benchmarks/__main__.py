@@ -26,10 +26,10 @@ _GEOMETRY = click.option(
     help=f"Model shape. Default: the mask's if there is one, else Llama's; `{TOY}` tests the command.",
 )
 _DEVICE = click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command.")
-_DTYPES = ["bfloat16", "float16", "float32"]
+_DTYPES = click.Choice(["bfloat16", "float16", "float32"])
 _DTYPE = click.option(
     "--dtype",
-    type=click.Choice(_DTYPES),
+    type=_DTYPES,
     default="bfloat16",
     show_default=True,
     help="Of weights, keys and values.",
@@ -76,6 +76,14 @@ def _sizes(flags: str, names: str, text: str, *, many: bool = False, further: st
 
 def _rounds(default: str) -> _Option:
     return click.option("--rounds", type=_COUNT, help=f"Measurements of each figure. Default: {default}.")
+
+
+def _peers(text: str, default: str | None = None) -> _Option:
+    return click.option("--peers", metavar="NAME,…", default=default, show_default=True, help=text)
+
+
+def _of_vllm(flag: str, text: str) -> _Option:
+    return click.option(flag, default="", metavar="TEXT", help=text)
 
 
 @click.group("benchmark", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -148,11 +156,9 @@ _add(
         many=True,
         further="new",
     ),
-    click.option(
-        "--peers",
-        metavar="NAME,…",
-        help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
-        "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here.",
+    _peers(
+        "Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
+        "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here."
     ),
     _VALUES,
     _rounds("21, on the CPU 3"),
@@ -168,12 +174,10 @@ _add(
         "Repeatable. Default: 64x4kx128, 8x32kx128, 4x64kx128, 1x32kx128, 1x128kx128.",
         many=True,
     ),
-    click.option(
-        "--peers",
-        metavar="NAME,…",
-        help="Among own-dtype (with --kv-dtype: ours, its cache in --dtype), all-channels (ours, nothing "
-        "pruned), dense-graph-cudnn, dense-graph-flash, dense-dynamic (the dense model, its step as a graph, "
-        "or as it comes); or none. Default: all.",
+    _peers(
+        "Among own-dtype (with --kv-dtype: ours, its cache in --dtype), all-channels (ours, nothing pruned), "
+        "dense-graph-cudnn, dense-graph-flash, dense-dynamic (the dense model, its step as a graph, or as it "
+        "comes); or none. Default: all."
     ),
     click.option(
         "--drafts",
@@ -222,17 +226,9 @@ _add(
     ),
     _VALUES,
     click.option("--memory", type=_GIGABYTES, help="GB of the cache, of every side. Default: 40."),
-    click.option(
-        "--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of all sides."
-    ),
-    click.option("--dense-options", default="", metavar="TEXT", help="The same of the dense side alone."),
-    click.option(
-        "--peers",
-        default="all-channels,dense",
-        show_default=True,
-        metavar="NAME,…",
-        help="Our stack with nothing pruned; vLLM's dense model; or none.",
-    ),
+    _of_vllm("--options", "Further options of `vllm serve`, of all sides."),
+    _of_vllm("--dense-options", "The same of the dense side alone."),
+    _peers("Our stack with nothing pruned; vLLM's dense model; or none.", "all-channels,dense"),
     cases=([(8192, 512)], [(96, 8)]),
     requests=(256, 6),
     concurrency=([1, 8, 32, 64], [2]),
@@ -244,13 +240,9 @@ _add(
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @_DEVICE
 @click.option(
-    "--dtype",
-    type=click.Choice(_DTYPES),
-    help="Of all servers. Default: the checkpoint's; float32 rounds least.",
+    "--dtype", type=_DTYPES, help="Of all servers. Default: the checkpoint's; float32 rounds least."
 )
-@click.option(
-    "--options", default="", metavar="TEXT", help="Of `vllm serve`, of the server that is compared."
-)
+@_of_vllm("--options", "Of `vllm serve`, of the server that is compared.")
 @click.option(
     "--hand-over",
     is_flag=True,
@@ -264,7 +256,7 @@ _add(
     "--new", type=click.IntRange(2, MAX_TOKENS), default=64, show_default=True, help="Tokens of each answer."
 )
 @click.option("--memory", type=_GIGABYTES, default=3, show_default=True, help="GB of the cache.")
-@click.option("--peers", default="dense", show_default=True, help="vLLM's dense model; or none.")
+@_peers("vLLM's dense model; or none.", "dense")
 def answers(checkpoint: Path, **chosen: Any) -> None:
     """Answers of vLLM's server to prompts of a real tokenizer, beside those of a plain one on one GPU."""
     from bin.benchmarks.answers import benchmark_answers

@@ -16,7 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.measuring import choose_benchmark_device
-from bin.benchmarks.server import Server, read_log, read_metric, start_server
+from bin.benchmarks.server import LINES_OF_LOG, Server, read_log, read_metric, start_server
 from bin.benchmarks.tables import Column, Report
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, read_config
@@ -113,9 +113,9 @@ def benchmark_answers(
             try:
                 sides[name] = compare(start, given, asked, new, shlex.split(options))
             except OpenAIError as error:
-                logs = [line for log in Path(folder).glob("*.log") for line in read_log(log)]
-                said = next((line for line in reversed(logs) if "Error" in line), None)
-                raise LeanKError(f"{name}: {first_line(error)}", said, exit_code=1) from error
+                for log in sorted(Path(folder).glob("*.log")):
+                    report.line("\n  ".join((log.name, *read_log(log)[-LINES_OF_LOG:])))
+                raise LeanKError(f"{name}: {first_line(error)}", exit_code=1) from error
         report.table(title, _COLUMNS, sides.items(), _NOTES)  # again with each side, lest one is lost
     return report.document("answers", ok=True, lengths=lengths, new=new, sides=sides)
 
@@ -182,7 +182,7 @@ def _hand_over(
             began, pages = time.perf_counter(), read(prompt, kv_transfer_params=_READS).pages
             return answer(prompt, began, kv_transfer_params=pages)
 
-        ask(prompts[-1])
+        _shake_hands(ask, prompts[-1])
         wanted = [read(prompt) for prompt in prompts]
         before = _read_moved(second.url)
         one_by_one = [ask(prompt) for prompt in prompts]
@@ -195,6 +195,17 @@ def _hand_over(
         "move_milliseconds": 1e3 * moved["xfer_time_seconds"] / len(prompts),
         "pieces": moved["num_descriptors"] / len(prompts),
     }
+
+
+def _shake_hands(ask: Callable[[list[int]], _Answer], prompt: list[int]) -> None:
+    """Ask for the first time, again if that fails: vLLM gives the other server five seconds to answer."""
+    from openai import APIError
+
+    for _ in range(4):
+        with suppress(APIError):
+            ask(prompt)
+            return
+    ask(prompt)
 
 
 def _read_moved(url: str) -> dict[str, float]:

@@ -27,14 +27,13 @@ from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
-from bin.benchmarks.server import QUIET, read_log, read_metric, start_server
+from bin.benchmarks.server import LINES_OF_LOG, QUIET, read_log, read_metric, start_server
 from bin.benchmarks.tables import RATIO, Column, Report
 from leank_convert.errors import LeanKError, first_line
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
 _Bench = Callable[[list[str]], dict[str, Any]]
-_LINES_OF_LOG = 20
 # How vLLM's log names the attention that it took, by itself or as it was told.
 _ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 _IMPORTS = (
@@ -124,7 +123,7 @@ def benchmark_serve(
                 _measure_side(report, name, side, loads, folder, log)
             except (LeanKError, OSError, ValueError, KeyboardInterrupt) as error:
                 failed = not isinstance(error, KeyboardInterrupt)
-                for line in read_log(log)[-_LINES_OF_LOG:] if failed else ():
+                for line in read_log(log)[-LINES_OF_LOG:] if failed else ():
                     report.line(f"  {line}")
                 if not any(each["runs"] for each in sides.values()) and (name == names[-1] or not failed):
                     raise

@@ -20,6 +20,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE":
 # Where a server keeps what it compiles: each begins without, whoever ran before.
 _CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 _SECONDS_TO_START = 900
+LINES_OF_LOG = 100  # that are shown of a server that failed: an engine's error, and what came of it
 
 
 @dataclass(frozen=True)
