@@ -3,9 +3,8 @@
 Program instances walk the stretch of tiles that they take (see kernel_leank): for every head of a row that
 the stretch touches they load its queries, run over its tiles with a running softmax, and write the result.
 
-One token and drafts differ in the number of columns alone, which is data. A whole tile takes its dropped
-channels first, so that their scores can be dropped where a token is not whole, before the others are added.
-The body for other GPUs, kernel_generic_leank, does the same.
+One token and drafts differ in the number of columns alone, which is data. The body for other GPUs,
+kernel_generic_leank, does the same.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
@@ -15,22 +14,15 @@ from .kernel_leank import (
     FULL_ROW,
     WARP,
     WARPGROUP,
+    Body,
     KernelShape,
-    begin_softmax,
-    drop_pruned,
-    find_limits,
-    find_masks,
-    hide_tokens,
-    in_order,
+    attention,
+    begin_segment,
     is_unseen,
     kernel_fp8,
-    load_query,
-    pool_types,
-    scale_types,
-    sinks_type,
-    softmax_tile,
+    score_tile,
     store_segment,
-    write_whole_weights,
+    weigh_tile,
 )
 from .kernel_line_leank import (
     TILE,
@@ -38,15 +30,13 @@ from .kernel_line_leank import (
     Seg,
     T,
     Tile,
-    drops_values,
     find_pages,
     find_segments,
     has_values,
     load_tile,
     locate_segment,
     locate_tile,
-    stretch_bounds,
-    weighs_apart,
+    next_stage,
 )
 
 # In steps of at most so many tokens K and V are the first to leave L2, where what other kernels read stays.
@@ -98,264 +88,160 @@ def hopper_attention(shape: KernelShape) -> Any:
     What needs no kernel of this step's layer is read before the wait for the one ahead where `early` says
     that plan, counts and tables are older than that one's own wait.
     """
-    d, e, n = shape.head_dim, shape.chunk_size, shape.num_queries
-    f, dv, num_values = shape.value_chunk, shape.value_rows, shape.num_values
-    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.query_type, shape.load_tokens
-    chunks, blocks = list(range(shape.max_chunks)), list(range(num_values))
-    loads = list(range(TILE // size))
-    fp8, operand = shape.is_fp8, shape.product_type
+    e, n, dv, num_values = shape.chunk_size, shape.num_queries, shape.value_rows, shape.num_values
+    fp8, stages = shape.is_fp8, shape.num_stages
+    blocks, loads = list(range(num_values)), list(range(TILE // shape.load_tokens))
     # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
     box = 128 if fp8 and dv % 128 == 0 else 64
-    spans = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
-    columns_of_v = [(c, start, stop) for c in blocks for start, stop in spans]
-    lane_of = (lambda place: kernel_fp8.lane_of_place(place, e)) if fp8 else in_order
-    channel_of = (lambda row: kernel_fp8.channel_of_row(row, dv)) if fp8 else in_order
-    # Loops that convert are no vectors, and TileLang warns where it tries.
-    scalar = {"coalesced_width": T.int32(1)} if fp8 else {}
-    batch, heads, width = T.dynamic("batch, heads, width")
-    layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
-    pools, scales = pool_types(shape, False), scale_types(shape)
-    table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    has_sinks = shape.has_sinks
-    options = {"batch": n // 4}  # as many as a thread has: one pair of barriers for all
+    cuts = [(0, dv)] if len(loads) == 1 else [(start, start + box) for start in range(0, dv, box)]
+    value_spans = [(c, start, stop) for c in blocks for start, stop in cuts]
 
     @T.macro
-    def multiply_keys(k: Any, q: Any, c: int, stage: Any, scores: Any, wide: Any) -> None:
+    def multiply_keys(work: Any, c: int, stage: Any) -> None:
         if fp8:
             T.wait_wgmma(1)  # the product before the last has read its operand
-            T.call_extern("handle", f"leank_widen_keys<{e}>", k[c].data, stage, wide[c % 2].data)
-            T.wgmma_gemm(wide[c % 2], q[c], scores, transpose_B=True, policy=FULL_ROW)
+            given = work.k[c].data, stage, work.wide_k[c % 2].data
+            T.call_extern("handle", f"leank_widen_keys<{e}>", *given)
+            T.wgmma_gemm(work.wide_k[c % 2], work.q[c], work.scores, transpose_B=True, policy=FULL_ROW)
         else:
-            T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
+            T.wgmma_gemm(work.k[c][stage, :, :], work.q[c], work.scores, transpose_B=True, policy=FULL_ROW)
             T.wait_wgmma(0)  # in flight over a branch, ptxas waits after each of its instructions
 
     @T.macro
-    def multiply_values(v: Any, weights: Any, out: Any, wide: Any) -> None:
+    def multiply_values(work: Any, c: int, stage: T.Ref) -> None:
+        options = {"transpose_A": not fp8, "transpose_B": True, "policy": FULL_ROW}
         if fp8:
-            T.wgmma_gemm(wide, weights, out, transpose_B=True, policy=FULL_ROW)
+            T.wgmma_gemm(work.wide_v[c], work.weights, work.out[c], **options)
         else:
-            T.wgmma_gemm(v, weights, out, transpose_A=True, transpose_B=True, policy=FULL_ROW)
+            T.wgmma_gemm(work.v[c][stage, :, :], work.weights, work.out[c], **options)
         if num_values > 1:
             T.wait_wgmma(0)  # as above
 
     @T.macro
-    def wait() -> None:
+    def hide_values(work: Any, c: int, stage: T.Ref) -> None:
+        if fp8:
+            for i, j in T.Parallel(dv, TILE):
+                if is_unseen(work, j, c):
+                    work.wide_v[c][i, j] = T.cast(0, work.operand)
+        else:
+            for i, j in T.Parallel(TILE, dv):
+                if is_unseen(work, i, c):
+                    work.v[c][stage, i, j] = T.cast(0, shape.stored_type)
+
+    def raise_top(work: Any) -> Any:
+        given = work.scores.data, work.top.data, work.greatest.data
+        return T.call_extern("handle", f"leank_raise_top<{n}>", *given)
+
+    @T.macro
+    def wait_ahead() -> None:
         if shape.begins_early:
             T.pdl_sync()
 
     @T.macro
-    def look_up(
-        pages: Any, tile: Any, seg: Any, ahead: Any, page_table: Any, window_table: Any, kept_keys: Any,
-        window_keys: Any, sink_size: Any,
-    ) -> None:  # fmt: skip
+    def look_up(work: Any, pages: Any, ahead: Any) -> None:
         index = T.alloc_var("int32")
-        index = seg[Seg.FIRST] + ahead + T.get_thread_binding() % WARP
-        if index < seg[Seg.STOP]:
-            locate_tile(tile, seg, index, sink_size)
-            find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size, num_values)
+        index = work.seg[Seg.FIRST] + ahead + T.get_thread_binding() % WARP
+        if index < work.seg[Seg.STOP]:
+            locate_tile(work, index)
+            find_pages(work, pages)
 
-    @T.prim_func
-    def leank_attention_hopper(
-        query: T.Tensor((batch, heads, width, d), dtype),
-        kept_keys: pools[0],
-        values: pools[1],
-        window_keys: pools[2],
-        window_values: pools[3],
-        index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 10), "int32"),
-        page_table: T.Tensor((batch, entries), "int32"),
-        window_table: T.Tensor((batch, window_entries), "int32"),
-        key_scale: scales[0],
-        value_scale: scales[1],
-        seen: T.Tensor((batch, width), "int32"),
-        pruned: T.Tensor((batch, width), "int32"),
-        plan: T.Tensor((plan_rows, 2), "int32"),
-        sinks: sinks_type(),
-        parts: T.Tensor((programs, 2, n, d), "float32"),
-        lse: T.Tensor((programs, 2, n), "float32"),
-        output: T.Tensor((batch, heads, width, d), dtype),
-        first: T.int32,
-        columns: T.int32,
-        sink_size: T.int32,
-        scale: T.float32,
-        early: T.int32,
-    ):
-        with T.Kernel(programs, threads=WARPGROUP + 32) as program:
-            T.annotate_min_blocks_per_sm(shape.num_instances)
-            q = [T.alloc_shared((n, e), operand) for _ in chunks]
-            k = [T.alloc_shared((stages, TILE, e), shape.stored_type) for _ in chunks]
-            v = [T.alloc_shared((stages, TILE, dv), shape.stored_type) for _ in blocks]
-            weights = T.alloc_shared((n, TILE), operand)
-            wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
-            wide_v = [T.alloc_fragment((dv, TILE), operand) if fp8 else None for _ in blocks]
-            greatest = T.alloc_shared((WARPGROUP // 32, n), "float32")
-            T.import_source(_TOP_SOURCE + kernel_fp8.WIDEN_SOURCE if fp8 else _TOP_SOURCE)
-            if fp8:
-                T.annotate_layout({block: kernel_fp8.swizzle_values(block) for block in v})
-            limits = T.alloc_shared((2, n), "int32")
-            ready = T.alloc_barrier([32] * stages)
-            free = T.alloc_barrier([WARPGROUP] * stages)
-            scores = T.alloc_fragment((TILE, n), "float32")
-            total = T.alloc_fragment((TILE, n), "float32")
-            out = [T.alloc_fragment((dv, n), "float32") for _ in blocks]
-            top = T.alloc_fragment((n,), "float32")
-            earlier_top = T.alloc_fragment((n,), "float32")
-            rescale = T.alloc_fragment((n,), "float32")
-            sums = T.alloc_fragment((n,), "float32")
-            seg = T.alloc_local((Seg.SIZE,), "int32")
-            tile = T.alloc_local((Tile.SIZE,), "int32")
-            pages = T.alloc_local((len(loads), Page.SIZE), "int32")
-            lane_pages = T.alloc_local((len(loads), Page.SIZE), "int32")
-            next_pages = T.alloc_local((len(loads), Page.SIZE), "int32")
-            masks = T.alloc_local((2,), "int32")
-            span = T.alloc_local((2,), "int32")
-            segments = T.alloc_local((2,), "int32")
-            begin = T.alloc_local((1,), "int32")
-            chunk = T.alloc_local((1,), "int32")
-            stage = T.alloc_var("int32", init=0)
-            phase = T.alloc_var("int32", init=0)
-            num_heads = table_rows - 1
-            if early == 0:
-                wait()
-            T.pdl_trigger()  # the merge may be launched, and waits for the parts where it needs them
-            stretch_bounds(span, program, programs, num_heads, table, plan, batch)
-            find_segments(segments, span, begin, batch, num_heads, table, plan, False)
-            if segments[1] == 0:
-                wait()  # no kernel may end before the one ahead of it
-            if T.get_thread_binding() >= WARPGROUP:
-                for s in T.serial(segments[1]):
-                    locate_segment(
-                        seg, segments[0] + s, span, begin, num_heads, table, seen, plan, num_values
-                    )
-                    # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
-                    # pages lie takes divisions and a read that others wait for.
-                    look_up(
-                        next_pages, tile, seg, 0, page_table, window_table, kept_keys, window_keys, sink_size
-                    )
-                    wait()  # launched while the append still ran; tables are older
-                    for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
-                        if t % WARP == 0:
-                            T.copy(next_pages, lane_pages)
-                            look_up(
-                                next_pages, tile, seg, t + WARP, page_table, window_table, kept_keys,
-                                window_keys, sink_size,
-                            )  # fmt: skip
-                        for b in loads:
-                            for place in range(Page.SIZE):
-                                pages[b, place] = T.shfl_sync(lane_pages[b, place], t % WARP)
-                        tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + T.if_then_else(
-                            seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
-                        )
-                        T.mbarrier_wait_parity(free[stage], phase ^ 1)
-                        for few, policy in ((True, "evict_first"), (False, None)):
-                            if (batch * width <= _FEW_TOKENS) == few:
-                                load_tile(
-                                    lambda source, target, stage=stage, policy=policy: T.tma_copy(
-                                        source, target, barrier=ready[stage], eviction_policy=policy
-                                    ),
-                                    lambda buffer, a, b, start, stop, stage=stage: buffer[
-                                        stage, a:b, start:stop
-                                    ],
-                                    k, v, kept_keys, values, window_keys, window_values, tile, pages, seg,
-                                    seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES], columns_of_v,
-                                )  # fmt: skip
-                        T.mbarrier_arrive(ready[stage])
-                        stage += 1
-                        if stage == stages:
-                            stage = 0
-                            phase = phase ^ 1
-            else:
-                for s in T.serial(segments[1]):
-                    locate_segment(
-                        seg, segments[0] + s, span, begin, num_heads, table, seen, plan, num_values
-                    )
-                    find_limits(T.Parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
-                    wait()
-                    load_query(
-                        T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
-                        lane_of, key_scale if fp8 else None, scalar,
-                    )  # fmt: skip
-                    for c in blocks:
-                        T.fill(out[c], 0)
-                    begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, first, g)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, WARPGROUP)
-                    for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
-                        locate_tile(tile, seg, seg[Seg.FIRST] + t, sink_size)
-                        T.mbarrier_wait_parity(ready[stage], phase)
-                        T.clear(scores)
-                        T.fill(masks, 0)
-                        if tile[Tile.WHOLE] != 0:
-                            find_masks(masks, tile, seg, limits, sink_size, num_values)
-                            for c in chunks:
-                                if (c >= seg[Seg.NUM_KEPT]) & (c < tile[Tile.CHUNKS]):
-                                    multiply_keys(k, q, c, stage, scores, wide_k)
-                            if fp8:
-                                T.wait_wgmma(0)
-                            if masks[0] != 0:
-                                T.wait_wgmma(0)  # for ptxas, too: nothing is in flight
-                                drop_pruned(T.Parallel, scores, tile, limits, sink_size)
-                        for c in chunks:
-                            if c < seg[Seg.NUM_KEPT]:
-                                multiply_keys(k, q, c, stage, scores, wide_k)
-                        if fp8:
-                            for c in blocks:
-                                if has_values(seg, c, num_values, tile[Tile.WHOLE] != 0):
-                                    T.call_extern(
-                                        "handle", f"leank_widen_values<{dv // 64}>", v[c].data, stage,
-                                        wide_v[c].data,
-                                    )  # fmt: skip
-                        T.wait_wgmma(0)
-                        if fp8:  # all of it is in registers
-                            T.mbarrier_arrive(free[stage])
-                        if masks[1] != 0:
-                            hide_tokens(T.Parallel, scores, tile, seg, limits, sink_size)
-                            for c in blocks:
-                                if fp8:
-                                    for i, j in T.Parallel(dv, TILE):
-                                        if is_unseen(
-                                            tile[Tile.TOKEN] + j, seg, limits, sink_size, c, num_values
-                                        ):
-                                            wide_v[c][i, j] = T.cast(0, operand)
-                                else:
-                                    for i, j in T.Parallel(TILE, dv):
-                                        if is_unseen(
-                                            tile[Tile.TOKEN] + i, seg, limits, sink_size, c, num_values
-                                        ):
-                                            v[c][stage, i, j] = T.cast(0, dtype)
-                        softmax_tile(
-                            T.Parallel, scores, top, earlier_top, rescale, total, out, scale,
-                            lambda scores, top: T.call_extern(
-                                "handle", f"leank_raise_top<{n}>", scores.data, top.data, greatest.data
+    @T.macro
+    def load_tiles(
+        work: Any, ready: Any, free: Any, lane_pages: Any, next_pages: Any, stage: T.Ref, phase: T.Ref
+    ) -> None:
+        seg, tile, pages = work.seg, work.tile, work.pages
+        for s in T.serial(work.segments[1]):
+            locate_segment(work, work.segments[0] + s)
+            # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
+            # pages lie takes divisions and a read that others wait for.
+            look_up(work, next_pages, 0)
+            wait_ahead()  # launched while the append still ran; tables are older
+            for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
+                if t % WARP == 0:
+                    T.copy(next_pages, lane_pages)
+                    look_up(work, next_pages, t + WARP)
+                for b in loads:
+                    for place in range(Page.SIZE):
+                        pages[b, place] = T.shfl_sync(lane_pages[b, place], t % WARP)
+                tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + T.if_then_else(
+                    seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
+                )
+                T.mbarrier_wait_parity(free[stage], phase ^ 1)
+                for few, policy in ((True, "evict_first"), (False, None)):
+                    if (work.seen.shape[0] * work.seen.shape[1] <= _FEW_TOKENS) == few:
+                        load_tile(
+                            work,
+                            lambda source, target, stage=stage, policy=policy: T.tma_copy(
+                                source, target, barrier=ready[stage], eviction_policy=policy
                             ),
-                        )  # fmt: skip
-                        for i, j in T.Parallel(TILE, n):
-                            weights[j, i] = T.cast(scores[i, j], operand)
-                        T.fence_proxy_async()
-                        T.sync_threads(1, WARPGROUP)
-                        for c in blocks:
-                            if has_values(seg, c, num_values, (tile[Tile.WHOLE] != 0) & (masks[0] == 0)):
-                                multiply_values(v[c][stage, :, :], weights, out[c], wide_v[c])
-                        T.wait_wgmma(0)
-                        if weighs_apart(seg, masks, num_values):
-                            T.sync_threads(1, WARPGROUP)  # all have read the weights
-                            write_whole_weights(T.Parallel, weights, scores, tile, limits, sink_size)
-                            T.fence_proxy_async()
-                            T.sync_threads(1, WARPGROUP)
-                            for c in blocks:
-                                if drops_values(seg, c, num_values):
-                                    multiply_values(v[c][stage, :, :], weights, out[c], wide_v[c])
-                            T.wait_wgmma(0)
-                        if not fp8:
-                            T.mbarrier_arrive(free[stage])
-                        stage += 1
-                        if stage == stages:
-                            stage = 0
-                            phase = phase ^ 1
-                    store_segment(
-                        T.Parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
-                        parts, lse, output, first, columns, g, options, channel_of,
-                        value_scale if fp8 else None, f,
-                    )  # fmt: skip
+                            lambda buffer, a, b, start, stop, stage=stage: buffer[stage, a:b, start:stop],
+                            seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES],
+                            value_spans,
+                        )
+                T.mbarrier_arrive(ready[stage])
+                next_stage(stage, phase, stages)
 
-    return leank_attention_hopper
+    @T.macro
+    def attend(work: Any, ready: Any, free: Any, stage: T.Ref, phase: T.Ref) -> None:
+        seg, tile = work.seg, work.tile
+        for s in T.serial(work.segments[1]):
+            begin_segment(work, s)
+            T.fence_proxy_async()
+            T.sync_threads(1, WARPGROUP)
+            for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
+                locate_tile(work, seg[Seg.FIRST] + t)
+                T.mbarrier_wait_parity(ready[stage], phase)
+                score_tile(work, stage)
+                if fp8:
+                    for c in blocks:
+                        if has_values(seg, c, num_values, tile[Tile.WHOLE] != 0):
+                            T.call_extern(
+                                "handle", f"leank_widen_values<{dv // 64}>", work.v[c].data, stage,
+                                work.wide_v[c].data,
+                            )  # fmt: skip
+                T.wait_wgmma(0)
+                if fp8:  # all of it is in registers
+                    T.mbarrier_arrive(free[stage])
+                weigh_tile(work, stage)
+                if not fp8:
+                    T.mbarrier_arrive(free[stage])
+                next_stage(stage, phase, stages)
+            store_segment(work, T.if_then_else(s > 0, 1, 0))
+
+    @T.macro
+    def walk(work: Any) -> None:
+        T.annotate_min_blocks_per_sm(shape.num_instances)
+        T.import_source(_TOP_SOURCE + kernel_fp8.WIDEN_SOURCE if fp8 else _TOP_SOURCE)
+        if fp8:
+            T.annotate_layout({block: kernel_fp8.swizzle_values(block) for block in work.v})
+        ready = T.alloc_barrier([WARP] * stages)
+        free = T.alloc_barrier([WARPGROUP] * stages)
+        lane_pages, next_pages = [T.alloc_local((len(loads), Page.SIZE), "int32") for _ in range(2)]
+        stage = T.alloc_var("int32", init=0)
+        phase = T.alloc_var("int32", init=0)
+        if work.early == 0:
+            wait_ahead()
+        T.pdl_trigger()  # the merge may be launched, and waits for the parts where it needs them
+        find_segments(work)
+        if work.segments[1] == 0:
+            wait_ahead()  # no kernel may end before the one ahead of it
+        if T.get_thread_binding() >= WARPGROUP:
+            load_tiles(work, ready, free, lane_pages, next_pages, stage, phase)
+        else:
+            attend(work, ready, free, stage, phase)
+
+    ways = {"multiply_keys": multiply_keys, "multiply_values": multiply_values, "hide_values": hide_values}
+    if fp8:
+        ways["lane_of"] = lambda place: kernel_fp8.lane_of_place(place, e)
+        ways["channel_of"] = lambda row: kernel_fp8.channel_of_row(row, dv)
+    body = Body(
+        walk,
+        raise_top=raise_top,
+        hopper=True,
+        sync=lambda: T.sync_threads(1, WARPGROUP),
+        fence=T.fence_proxy_async,
+        wait_products=lambda: T.wait_wgmma(0),
+        wait_ahead=wait_ahead,
+        **ways,
+    )
+    return attention(shape, body)

@@ -19,7 +19,7 @@ log-sum-exp; `leank_merge` joins them.
 
 The macros fill small arrays, `seg` (one head of one row), `tile` and `pages`; the classes below name their
 places. They are variables, not expressions, on purpose: TileLang's simplifier takes minutes over inlined
-arithmetic.
+arithmetic. `work` is that of kernel_leank: arguments and buffers of attention by their names.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
@@ -76,8 +76,17 @@ def loops(cpu: bool, threads: int) -> tuple[Any, Any, Any, dict[str, int]]:
 
 
 @T.macro
+def next_stage(stage: T.Ref, phase: T.Ref, stages: int) -> None:
+    """Go on in a ring of buffers, whose barriers change their phase with every round."""
+    stage += 1
+    if stage == stages:
+        stage = 0
+        phase = phase ^ 1
+
+
+@T.macro
 def stretch_bounds(
-    span: Any, index: Any, count: Any, num_heads: Any, table: Any, plan: Any, rows: Any
+    span: Any, program: Any, count: Any, num_heads: Any, table: Any, plan: Any, rows: Any
 ) -> None:
     """Set `span` to the first unit of a stretch and one past its last."""
     total = T.alloc_var("int32")
@@ -88,8 +97,8 @@ def stretch_bounds(
     )
     # Where tiles are fewer than instances, parts of a head would have no tile.
     per_instance = T.max((total + count - 1) // count, table[num_heads, Head.COST])
-    span[0] = index * per_instance
-    span[1] = T.min((index + 1) * per_instance, total)
+    span[0] = program * per_instance
+    span[1] = T.min((program + 1) * per_instance, total)
 
 
 @T.macro
@@ -104,15 +113,16 @@ def head_begin(begin: Any, row: Any, head: Any, num_heads: Any, table: Any, plan
 
 
 @T.macro
-def find_segments(
-    segments: Any, span: Any, begin: Any, rows: Any, num_heads: Any, table: Any, plan: Any, cpu: bool
-) -> None:
-    """Set `segments` to the first (row, head) pair of a stretch and the number of pairs it touches.
+def find_segments(work: Any) -> None:
+    """Set `span` to an instance's stretch, `segments` to its first (row, head) pair and how many it touches.
 
     The lanes of a warp look at a row or a head each: pairs before the stretch's first unit are counted in
     the lower half of a number, those before its end in the upper.
     """
+    segments, span, begin, num_heads = work.segments, work.span, work.begin, work.num_heads
+    rows, table, plan, cpu = work.seen.shape[0], work.table, work.plan, work.cpu
     lanes = 1 if cpu else 32
+    stretch_bounds(span, work.program, work.programs, num_heads, table, plan, rows)
     lane = T.alloc_var("int32", init=0)
     place = T.alloc_var("int32")
     first_row = T.alloc_var("int32")
@@ -146,11 +156,10 @@ def find_segments(
 
 
 @T.macro
-def locate_segment(
-    seg: Any, pair: Any, span: Any, begin: Any, num_heads: Any, table: Any, seen: Any, plan: Any,
-    num_values: int,
-) -> None:  # fmt: skip
-    """Fill `seg` for one head of one row, of `num_values` chunks of V, as far as it lies in `span`."""
+def locate_segment(work: Any, pair: Any) -> None:
+    """Fill `seg` for one head of one row, as far as it lies in `span`."""
+    seg, span, begin, num_heads = work.seg, work.span, work.begin, work.num_heads
+    table, seen, plan = work.table, work.seen, work.plan
     cost = T.alloc_var("int32")
     pruned_cost = T.alloc_var("int32")
     whole_cost = T.alloc_var("int32")
@@ -164,7 +173,7 @@ def locate_segment(
     seg[Seg.DROPPED] = table[seg[Seg.HEAD], Head.DROPPED]
     seg[Seg.NUM_DROPPED] = table[seg[Seg.HEAD], Head.NUM_DROPPED]
     seg[Seg.WINDOW_VALUE] = table[seg[Seg.HEAD], Head.WINDOW_VALUE]
-    if num_values > 1:
+    if len(work.blocks) > 1:
         seg[Seg.NUM_VALUES] = table[seg[Seg.HEAD], Head.KEPT_VALUES]
     head_begin(begin, seg[Seg.ROW], seg[Seg.HEAD], num_heads, table, plan)
     seg[Seg.BEGIN] = begin[0]
@@ -195,8 +204,9 @@ def locate_segment(
 
 
 @T.macro
-def locate_tile(tile: Any, seg: Any, index: Any, sink_size: Any) -> None:
+def locate_tile(work: Any, index: Any) -> None:
     """Fill `tile` for one tile of a segment."""
+    tile, seg, sink_size = work.tile, work.seg, work.sink_size
     whole = T.alloc_var("int32")
     whole = index - seg[Seg.PRUNED_TILES]
     if whole < 0:
@@ -240,27 +250,26 @@ def reads_window(tile: Any, seg: Any, num_values: int) -> Any:
 
 
 @T.macro
-def find_pages(
-    pages: Any, tile: Any, seg: Any, page_table: Any, window_table: Any, kept_keys: Any, window_keys: Any,
-    load_tokens: int, num_values: int,
-) -> None:  # fmt: skip
+def find_pages(work: Any, pages: Any) -> None:
     """Fill `pages` for the loads of a tile, as far as it makes them.
 
     Loads behind a row's end fetch its last tokens again. Where no token is whole the window table may say
     anything: what is fetched then counts nowhere.
     """
+    tile, seg, kept_keys, window_keys = work.tile, work.seg, work.kept_keys, work.window_keys
+    load_tokens = work.shape.load_tokens
     token = T.alloc_var("int32")
     for load in range(TILE // load_tokens):
         token = tile[Tile.TOKEN] + load * load_tokens
         if load_tokens < TILE:
             token = T.min(token, (seg[Seg.LENGTH] - 1) // load_tokens * load_tokens)
         if seg[Seg.NUM_KEPT] > 0:
-            pages[load, Page.PAGE] = page_table[seg[Seg.ROW], T.truncdiv(token, kept_keys.shape[2])]
+            pages[load, Page.PAGE] = work.page_table[seg[Seg.ROW], T.truncdiv(token, kept_keys.shape[2])]
             pages[load, Page.PLACE] = T.truncmod(token, kept_keys.shape[2])
-        if reads_window(tile, seg, num_values):
+        if reads_window(tile, seg, len(work.blocks)):
             pages[load, Page.WINDOW_PAGE] = T.max(
                 T.min(
-                    window_table[seg[Seg.ROW], T.truncdiv(token, window_keys.shape[2])],
+                    work.window_table[seg[Seg.ROW], T.truncdiv(token, window_keys.shape[2])],
                     window_keys.shape[0] - 1,
                 ),
                 0,
@@ -269,17 +278,15 @@ def find_pages(
 
 
 @T.macro
-def load_tile(
-    fetch: Any, room: Any, k: Any, v: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
-    tile: Any, pages: Any, seg: Any, is_whole: Any, value_spans: Any,
-) -> None:  # fmt: skip
+def load_tile(work: Any, fetch: Any, room: Any, is_whole: Any, value_spans: Any) -> None:
     """Load a tile's chunks of K and V into the buffers `k` and `v`, from the pages that `find_pages` found.
 
     `fetch` makes a load, given what is loaded and where to; `room` gives the part of a buffer between two
     tokens and two lanes. Loads of V are of `value_spans`, each a chunk and the lanes between two.
     """
-    size = TILE // int(pages.shape[0])
-    for b in list(range(int(pages.shape[0]))):
+    k, v, kept_keys, window_keys = work.k, work.v, work.kept_keys, work.window_keys
+    tile, pages, seg, size = work.tile, work.pages, work.seg, work.shape.load_tokens
+    for b in list(range(TILE // size)):
         for c in list(range(len(k))):
             if c < seg[Seg.NUM_KEPT]:
                 fetch(
@@ -305,7 +312,7 @@ def load_tile(
         for c, start, stop in value_spans:
             if keeps_values(seg, c, len(v)):
                 fetch(
-                    values[
+                    work.values[
                         pages[b, Page.PAGE],
                         seg[Seg.VALUE] + c,
                         pages[b, Page.PLACE] : pages[b, Page.PLACE] + size,
@@ -316,7 +323,7 @@ def load_tile(
             else:
                 if has_values(seg, c, len(v), is_whole):
                     fetch(
-                        window_values[
+                        work.window_values[
                             pages[b, Page.WINDOW_PAGE],
                             seg[Seg.WINDOW_VALUE] + (c - seg[Seg.NUM_VALUES] if c else 0),
                             pages[b, Page.WINDOW_PLACE] : pages[b, Page.WINDOW_PLACE] + size,

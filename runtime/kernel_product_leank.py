@@ -18,7 +18,7 @@ from typing import Any
 
 from .kernel_key_leank import BLOCK, MAX_PARTS, MAX_ROWS
 from .kernel_leank import FULL_ROW, WARPGROUP
-from .kernel_line_leank import T, loops
+from .kernel_line_leank import T, loops, next_stage
 
 # By tokens of a kernel: inputs of a step, and steps in flight; two instances fit on a multiprocessor.
 STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), MAX_ROWS: (128, 3)}
@@ -153,10 +153,7 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
                         if step == steps:
                             step = 0
                             block += 1
-                        stage += 1
-                        if stage == stages:
-                            stage = 0
-                            phase = phase ^ 1
+                        next_stage(stage, phase, stages)
                 else:
                     T.pdl_sync()  # what the parts lie in may still be read
                     for t in T.serial(count):
@@ -171,9 +168,6 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
                             write_part(sums, parts, bias, program, block, steps, stretch, has_bias)
                             step = 0
                             block += 1
-                        stage += 1
-                        if stage == stages:
-                            stage = 0
-                            phase = phase ^ 1
+                        next_stage(stage, phase, stages)
 
     return leank_product

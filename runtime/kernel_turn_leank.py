@@ -17,7 +17,7 @@ from .kernel_key_leank import TILE
 from .kernel_key_leank import TURN_QUERIES as QUERIES
 from .kernel_key_leank import TURN_TOKENS as TOKENS
 from .kernel_leank import FULL_ROW, NEG, WARP, WARPGROUP, KernelShape, kernel_fp8, pool_types, scale_types
-from .kernel_line_leank import Head, T, loops
+from .kernel_line_leank import Head, T, loops, next_stage
 
 _MAX_STAGES = 4
 _LN_2 = 0.6931471805599453
@@ -288,10 +288,7 @@ def attend_turn(shape: KernelShape, per_block: int) -> Any:
                         values[row, token : token + TOKENS, head, 0:d], v[stage, :, :], barrier=ready[stage]
                     )
                     T.mbarrier_arrive(ready[stage])
-                    stage += 1
-                    if stage == stages:
-                        stage = 0
-                        phase = phase ^ 1
+                    next_stage(stage, phase, stages)
             else:
                 T.inc_max_nreg(240)
                 for c in chunks:
@@ -360,10 +357,7 @@ def attend_turn(shape: KernelShape, per_block: int) -> Any:
                         out[i, j] *= rescale[i]
                     T.copy(scores, weights)
                     before = stage
-                    stage += 1
-                    if stage == stages:
-                        stage = 0
-                        phase = phase ^ 1
+                    next_stage(stage, phase, stages)
                 if count > 0:
                     T.wgmma_gemm(weights, v[before, :, :], out, policy=FULL_ROW)
                     T.wait_wgmma(0)
