@@ -30,7 +30,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     so the ring of buffers is written out: every tile commits one group, which may be empty.
     """
     e, dv, stages, fp8 = shape.chunk_size, shape.value_rows, shape.num_stages, shape.is_fp8
-    value_spans = [(c, 0, shape.value_chunk) for c in range(shape.num_values)]
+    value_spans = [(c, (0, shape.value_chunk)) for c in range(shape.num_values)]
     parallel, policy = (T.grid, {}) if cpu else (T.Parallel, {"policy": FULL_ROW})
     ahead = list(range(stages - 1))
     line = 16 if fp8 else 8  # numbers of 16 bytes

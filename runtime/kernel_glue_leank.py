@@ -159,8 +159,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
             new_value = fragment((d,), dtype)
             mean = fragment((d,), "float32")
             new_key = shared((d,), dtype)
-            token = T.alloc_var("int32")
-            is_real = T.alloc_var("int32")
+            token, is_real = [T.alloc_var("int32") for _ in range(2)]
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
             token = seen[row, column] - 1
@@ -235,15 +234,11 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             loaded = fragment((MAX_PARTS, d // LANES, LANES), "float32")
             squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
-            along = fragment((d,), "float32")
-            across = fragment((d,), "float32")
+            along, across = [fragment((d,), "float32") for _ in range(2)]
             rotated = fragment((d,), dtype)
             mean = fragment((d,), "float32")
             new_key = shared((d,), dtype)
-            row = T.alloc_var("int32")
-            column = T.alloc_var("int32")
-            token = T.alloc_var("int32")
-            is_real = T.alloc_var("int32")
+            row, column, token, is_real = [T.alloc_var("int32") for _ in range(4)]
             row = number // columns
             column = number % columns
             # Loads first, so that none waits for another; a query head makes no use of some of them.
@@ -331,8 +326,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
         stretch: T.int32,
     ):
         with T.Kernel(rows, **threads) as row:
-            weights = fragment(size, dtype)
-            states = fragment(size, dtype)
+            weights, states = [fragment(size, dtype) for _ in range(2)]
             sums = fragment(size[1:], "float32")
             last = fragment(size[1:2], "int32")
             loaded = fragment((MAX_PARTS, *size[1:]), "float32")
@@ -392,8 +386,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         stretch: T.int32,
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
-            gate = fragment((WARPGROUP, LANES), "float32")
-            up = fragment((WARPGROUP, LANES), "float32")
+            gate, up = [fragment((WARPGROUP, LANES), "float32") for _ in range(2)]
             last = fragment((WARPGROUP,), "int32")
             loaded = fragment((MAX_PARTS, WARPGROUP, LANES), "float32")
             if overlap:

@@ -94,7 +94,7 @@ def hopper_attention(shape: KernelShape) -> Any:
     # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
     box = 128 if fp8 and dv % 128 == 0 else 64
     cuts = [(0, dv)] if len(loads) == 1 else [(start, start + box) for start in range(0, dv, box)]
-    value_spans = [(c, start, stop) for c in blocks for start, stop in cuts]
+    value_spans = [(c, lanes) for c in blocks for lanes in cuts]
 
     @T.macro
     def multiply_keys(work: Any, c: int, stage: Any) -> None:

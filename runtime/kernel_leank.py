@@ -227,10 +227,8 @@ def attention(shape: KernelShape, body: Body) -> Any:
             k = [shared((*ring, TILE, e), shape.stored_type) for _ in chunks]
             v = [shared((*ring, TILE, dv), shape.stored_type) for _ in blocks]
             weights = shared((n, TILE), operand)
-            wide_k, wide_v = (
-                [fragment(size, operand) for _ in range(count if fp8 else 0)]
-                for size, count in zip(((TILE, e), (dv, TILE)), num_wide, strict=True)
-            )
+            wide_k = [fragment((TILE, e), operand) for _ in range(num_wide[0])] if fp8 else None
+            wide_v = [fragment((dv, TILE), operand) for _ in range(num_wide[1])] if fp8 else None
             greatest = shared((WARPGROUP // WARP, n), "float32") if body.hopper else None
             limits = shared((2, n), "int32")
             scores, total = [fragment((TILE, n), "float32") for _ in range(2)]

@@ -89,8 +89,7 @@ def stretch_bounds(
     span: Any, program: Any, count: Any, num_heads: Any, table: Any, plan: Any, rows: Any
 ) -> None:
     """Set `span` to the first unit of a stretch and one past its last."""
-    total = T.alloc_var("int32")
-    per_instance = T.alloc_var("int32")
+    total, per_instance = [T.alloc_var("int32") for _ in range(2)]
     total = (
         plan[rows, 0] * table[num_heads, Head.EARLIER]
         + plan[rows, 1] * num_heads * table[num_heads, Head.COST]
@@ -124,9 +123,7 @@ def find_segments(work: Any) -> None:
     lanes = 1 if cpu else 32
     stretch_bounds(span, work.program, work.programs, num_heads, table, plan, rows)
     lane = T.alloc_var("int32", init=0)
-    place = T.alloc_var("int32")
-    first_row = T.alloc_var("int32")
-    last_row = T.alloc_var("int32")
+    place, first_row, last_row = [T.alloc_var("int32") for _ in range(3)]
     count = T.alloc_var("int32", init=0)
     if not cpu:
         lane = T.get_thread_binding() % lanes
@@ -160,11 +157,7 @@ def locate_segment(work: Any, pair: Any) -> None:
     """Fill `seg` for one head of one row, as far as it lies in `span`."""
     seg, span, begin, num_heads = work.seg, work.span, work.begin, work.num_heads
     table, seen, plan = work.table, work.seen, work.plan
-    cost = T.alloc_var("int32")
-    pruned_cost = T.alloc_var("int32")
-    whole_cost = T.alloc_var("int32")
-    low = T.alloc_var("int32")
-    high = T.alloc_var("int32")
+    cost, pruned_cost, whole_cost, low, high = [T.alloc_var("int32") for _ in range(5)]
     seg[Seg.ROW] = pair // num_heads
     seg[Seg.HEAD] = pair % num_heads
     seg[Seg.KEPT] = table[seg[Seg.HEAD], Head.KEPT]
@@ -277,57 +270,55 @@ def find_pages(work: Any, pages: Any) -> None:
             pages[load, Page.WINDOW_PLACE] = T.truncmod(token, window_keys.shape[2])
 
 
+def _tokens_of(work: Any, pool: Any, chunk: Any, load: int, lanes: tuple[int, int], in_window: bool) -> Any:
+    """Return the part of a pool that a load takes: a chunk's tokens, between two lanes."""
+    page, place = (Page.WINDOW_PAGE, Page.WINDOW_PLACE) if in_window else (Page.PAGE, Page.PLACE)
+    first = work.pages[load, place]
+    tokens = slice(first, first + work.shape.load_tokens)
+    return pool[work.pages[load, page], chunk, tokens, slice(*lanes)]
+
+
 @T.macro
 def load_tile(work: Any, fetch: Any, room: Any, is_whole: Any, value_spans: Any) -> None:
     """Load a tile's chunks of K and V into the buffers `k` and `v`, from the pages that `find_pages` found.
 
     `fetch` makes a load, given what is loaded and where to; `room` gives the part of a buffer between two
-    tokens and two lanes. Loads of V are of `value_spans`, each a chunk and the lanes between two.
+    tokens and two lanes. Loads of V are of `value_spans`, each a chunk and two lanes.
     """
-    k, v, kept_keys, window_keys = work.k, work.v, work.kept_keys, work.window_keys
-    tile, pages, seg, size = work.tile, work.pages, work.seg, work.shape.load_tokens
+    k, v, seg, size = work.k, work.v, work.seg, work.shape.load_tokens
     for b in list(range(TILE // size)):
+        rows = b * size, (b + 1) * size
         for c in list(range(len(k))):
+            lanes = 0, work.shape.chunk_size
             if c < seg[Seg.NUM_KEPT]:
                 fetch(
-                    kept_keys[
-                        pages[b, Page.PAGE],
-                        seg[Seg.KEPT] + c,
-                        pages[b, Page.PLACE] : pages[b, Page.PLACE] + size,
-                        0 : kept_keys.shape[3],
-                    ],
-                    room(k[c], b * size, (b + 1) * size, 0, kept_keys.shape[3]),
+                    _tokens_of(work, work.kept_keys, seg[Seg.KEPT] + c, b, lanes, False),
+                    room(k[c], *rows, *lanes),
                 )
             else:
-                if c < tile[Tile.CHUNKS]:
+                if c < work.tile[Tile.CHUNKS]:
                     fetch(
-                        window_keys[
-                            pages[b, Page.WINDOW_PAGE],
-                            seg[Seg.DROPPED] + c - seg[Seg.NUM_KEPT],
-                            pages[b, Page.WINDOW_PLACE] : pages[b, Page.WINDOW_PLACE] + size,
-                            0 : window_keys.shape[3],
-                        ],
-                        room(k[c], b * size, (b + 1) * size, 0, window_keys.shape[3]),
+                        _tokens_of(
+                            work, work.window_keys, seg[Seg.DROPPED] + c - seg[Seg.NUM_KEPT], b, lanes, True
+                        ),
+                        room(k[c], *rows, *lanes),
                     )
-        for c, start, stop in value_spans:
+        for c, lanes in value_spans:
             if keeps_values(seg, c, len(v)):
                 fetch(
-                    work.values[
-                        pages[b, Page.PAGE],
-                        seg[Seg.VALUE] + c,
-                        pages[b, Page.PLACE] : pages[b, Page.PLACE] + size,
-                        start:stop,
-                    ],
-                    room(v[c], b * size, (b + 1) * size, start, stop),
+                    _tokens_of(work, work.values, seg[Seg.VALUE] + c, b, lanes, False),
+                    room(v[c], *rows, *lanes),
                 )
             else:
                 if has_values(seg, c, len(v), is_whole):
                     fetch(
-                        work.window_values[
-                            pages[b, Page.WINDOW_PAGE],
+                        _tokens_of(
+                            work,
+                            work.window_values,
                             seg[Seg.WINDOW_VALUE] + (c - seg[Seg.NUM_VALUES] if c else 0),
-                            pages[b, Page.WINDOW_PLACE] : pages[b, Page.WINDOW_PLACE] + size,
-                            start:stop,
-                        ],
-                        room(v[c], b * size, (b + 1) * size, start, stop),
+                            b,
+                            lanes,
+                            True,
+                        ),
+                        room(v[c], *rows, *lanes),
                     )

@@ -24,10 +24,8 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         count: int, first: Any, last: Any, begin: Any, per_program: Any, query: Any, part: Any, part_lse: Any,
         total: Any, state: Any, parts: Any, lse: Any,
     ) -> None:  # fmt: skip
-        program = T.alloc_var("int32")
-        place = T.alloc_var("int32")
-        earlier_top = T.alloc_var("float32")
-        weight = T.alloc_var("float32")
+        program, place = [T.alloc_var("int32") for _ in range(2)]
+        earlier_top, weight = [T.alloc_var("float32") for _ in range(2)]
         for i in T.serial((last - first + count) // count):
             earlier_top = state[0]
             for p in T.unroll(count):
@@ -66,11 +64,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             state = T.alloc_local((2,), "float32")  # greatest log-sum-exp, sum of weights
             span = T.alloc_local((2,), "int32")
             begin = T.alloc_local((1,), "int32")
-            head = T.alloc_var("int32")
-            per_program = T.alloc_var("int32")
-            stop = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            last = T.alloc_var("int32")
+            head, per_program, stop, first, last = [T.alloc_var("int32") for _ in range(5)]
             num_heads = table_rows - 1
             head = query_head // g
             stretch_bounds(span, 0, programs, num_heads, table, plan, batch)

@@ -94,16 +94,10 @@ def copy_rows(shape: KernelShape, cpu: bool = False, *, for_kernel: bool = False
             tile = shared((TILE, width), dtype)
             chunk = fragment((TILE, e), shape.stored_type)
             # Variables, as all loads of a page share them.
-            row = T.alloc_var("int32")
-            layout = T.alloc_var("int32")
-            length = T.alloc_var("int32")
+            row, layout, length = [T.alloc_var("int32") for _ in range(3)]
             page = T.alloc_var("int32", init=0)
             window_page = T.alloc_var("int32", init=0)
-            num_kept = T.alloc_var("int32")
-            num_dropped = T.alloc_var("int32")
-            dropped = T.alloc_var("int32")
-            num_values = T.alloc_var("int32")
-            place = T.alloc_var("int32")
+            num_kept, num_dropped, dropped, num_values, place = [T.alloc_var("int32") for _ in range(5)]
             written = T.alloc_var("int32", init=len(slots))
             row = first_row + number
             layout = T.if_then_else(layouts > 1, row, 0)
@@ -239,23 +233,11 @@ def attend_turn(shape: KernelShape, per_block: int) -> Any:
             scores = T.alloc_fragment((QUERIES, TOKENS), "float32")
             weights = T.alloc_fragment((QUERIES, TOKENS), dtype)
             out = T.alloc_fragment((QUERIES, d), "float32")
-            top = T.alloc_fragment((QUERIES,), "float32")
-            earlier_top = T.alloc_fragment((QUERIES,), "float32")
-            rescale = T.alloc_fragment((QUERIES,), "float32")
-            sums = T.alloc_fragment((QUERIES,), "float32")
-            total = T.alloc_fragment((QUERIES,), "float32")
+            top, earlier_top, rescale = [T.alloc_fragment((QUERIES,), "float32") for _ in range(3)]
+            sums, total = [T.alloc_fragment((QUERIES,), "float32") for _ in range(2)]
             T.import_source(_EXP2_SOURCE)
-            head = T.alloc_var("int32")
-            part = T.alloc_var("int32")
-            kept = T.alloc_var("int32")
-            every = T.alloc_var("int32")
-            layout = T.alloc_var("int32")
-            seen = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            hidden = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            count = T.alloc_var("int32")
-            token = T.alloc_var("int32")
+            head, part, kept, every, layout, seen = [T.alloc_var("int32") for _ in range(6)]
+            begin, hidden, first, count, token = [T.alloc_var("int32") for _ in range(5)]
             stage = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
             before = T.alloc_var("int32", init=0)
