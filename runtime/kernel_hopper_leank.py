@@ -230,18 +230,11 @@ def hopper_attention(shape: KernelShape) -> Any:
         else:
             attend(work, ready, free, stage, phase)
 
-    ways = {"multiply_keys": multiply_keys, "multiply_values": multiply_values, "hide_values": hide_values}
+    places = {}
     if fp8:
-        ways["lane_of"] = lambda place: kernel_fp8.lane_of_place(place, e)
-        ways["channel_of"] = lambda row: kernel_fp8.channel_of_row(row, dv)
-    body = Body(
-        walk,
-        raise_top=raise_top,
-        hopper=True,
-        sync=lambda: T.sync_threads(1, WARPGROUP),
-        fence=T.fence_proxy_async,
-        wait_products=lambda: T.wait_wgmma(0),
-        wait_ahead=wait_ahead,
-        **ways,
-    )
-    return attention(shape, body)
+        places["lane_of"] = lambda place: kernel_fp8.lane_of_place(place, e)
+        places["channel_of"] = lambda row: kernel_fp8.channel_of_row(row, dv)
+    products = multiply_keys, multiply_values, hide_values
+    waits = {"wait_products": lambda: T.wait_wgmma(0), "wait_ahead": wait_ahead}
+    barriers = {"sync": lambda: T.sync_threads(1, WARPGROUP), "fence": T.fence_proxy_async}
+    return attention(shape, Body(walk, *products, raise_top, hopper=True, **places, **waits, **barriers))

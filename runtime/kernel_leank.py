@@ -240,6 +240,7 @@ def attention(shape: KernelShape, body: Body) -> Any:
             masks, span, segments = [T.alloc_local((2,), "int32") for _ in range(3)]
             begin, chunk = [T.alloc_local((1,), "int32") for _ in range(2)]
             num_heads = table_rows - 1
+            # All that is named in this function, and nothing else of `attention`.
             body.walk(SimpleNamespace(**locals(), **vars(body)))
 
     return leank_attention
