@@ -7,19 +7,17 @@ with mma.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from .kernel_leank import (
-    FULL_ROW,
+from .kernel_attention_leank import (
     Body,
-    KernelShape,
     attention,
     begin_segment,
     is_unseen,
-    kernel_fp8,
     reduce_options,
     score_tile,
     store_segment,
     weigh_tile,
 )
+from .kernel_leank import FULL_ROW, KernelShape, kernel_fp8
 from .kernel_line_leank import TILE, Seg, T, Tile, find_pages, find_segments, load_tile, locate_tile
 
 

@@ -1,7 +1,8 @@
 """Decode attention in TileLang for Hopper: one warp loads through TMA, one warpgroup computes with wgmma.
 
-Program instances walk the stretch of tiles that they take (see kernel_leank): for every head of a row that
-the stretch touches they load its queries, run over its tiles with a running softmax, and write the result.
+Program instances walk the stretch of tiles that they take (see kernel_attention_leank): for every head of a
+row that the stretch touches they load its queries, run over its tiles with a running softmax, and write the
+result.
 
 One token and drafts differ in the number of columns alone, which is data. The body for other GPUs,
 kernel_generic_leank, does the same.
@@ -10,20 +11,16 @@ kernel_generic_leank, does the same.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from .kernel_leank import (
-    FULL_ROW,
-    WARP,
-    WARPGROUP,
+from .kernel_attention_leank import (
     Body,
-    KernelShape,
     attention,
     begin_segment,
     is_unseen,
-    kernel_fp8,
     score_tile,
     store_segment,
     weigh_tile,
 )
+from .kernel_leank import FULL_ROW, WARP, WARPGROUP, KernelShape, kernel_fp8
 from .kernel_line_leank import (
     TILE,
     Page,

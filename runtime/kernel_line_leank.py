@@ -19,7 +19,7 @@ log-sum-exp; `leank_merge` joins them.
 
 The macros fill small arrays, `seg` (one head of one row), `tile` and `pages`; the classes below name their
 places. They are variables, not expressions, on purpose: TileLang's simplifier takes minutes over inlined
-arithmetic. `work` is that of kernel_leank: arguments and buffers of attention by their names.
+arithmetic. `work` is that of kernel_attention_leank: arguments and buffers of attention by their names.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
