@@ -157,8 +157,8 @@ kv_dtype_option = click.option(
 value_ratio_option = click.option(
     "--value-pruning-ratio",
     type=FiniteRange(0, 1, max_open=True),
-    help="Share of V's channels that pruned tokens lose, in a basis that is measured on the recipe's data, "
-    "or that a packaged mask of both ratios has. Default: V as it is, or as the mask says.",
+    help="Share of V's channels that pruned tokens lose, in a basis that is measured on the recipe's data "
+    "(`export`: or that a packaged mask of both ratios has). Default: as recipe or mask say, else none.",
 )
 text_model_option = click.option(
     "--no-text-model",

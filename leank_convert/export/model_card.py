@@ -30,12 +30,12 @@ _CARD = """\
 # {{ name }}, K cache{{ of_layers }} pruned by {{ mask.pruning_ratio|percent }} (LeanK)
 
 {{ name }} with a static choice of which channels of each KV head's cached key are kept, by
-[LeanK](https://arxiv.org/abs/2508.02215). The weights are the original ones with the KV heads of each
-layer in another order
-{%- if folds_values %} and V in another basis, folded into `v_proj` and `o_proj`, which changes what the
-model computes by the rounding of these weights alone
+[LeanK](https://arxiv.org/abs/2508.02215). The weights are the original ones
+{%- if moved %}; {{ moved|join(" and ") }}
+{%- if folds_values %}, folded into `v_proj` and `o_proj`, which changes what the model computes by the
+rounding of these weights alone
 {%- else %}, which changes nothing the model computes
-{%- endif %}. The cache{{ of_layers }} keeps {{ (1 - mask.pruning_ratio)|percent }} of the key
+{%- endif %}{% endif %}. The cache{{ of_layers }} keeps {{ (1 - mask.pruning_ratio)|percent }} of the key
 channels
 {%- if prunes_values %} and {{ (1 - mask.value_pruning_ratio)|percent }} of V{% endif %} of all tokens but \
 the first {{ sink }} and the last {{ recent }}.
@@ -94,9 +94,10 @@ This checkpoint {{ layers }}. The other layers keep the cache that they have in 
 
 ## Load
 
-It needs transformers 5.10.1 or later and torch 2.7 or later; the files beside the weights do the rest. With
-`pip install tilelang` NVIDIA GPUs from Ampere on decode by kernels. On a CPU say `dtype="float32"`: few have
-fast bfloat16.
+It needs transformers 5.10.1 or later and torch 2.7 or later; the files beside the weights do the rest.
+{%- if kv_dtype == "int4" %} No kernels serve an int4 cache: plain torch decodes from it.
+{%- else %} With `pip install tilelang` NVIDIA GPUs from Ampere on decode by kernels.{% endif %}
+ On a CPU say `dtype="float32"`: few have fast bfloat16.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,12 +128,11 @@ After `config = {{ family.config_class }}.from_pretrained(path)` and `config.mod
 {%- endif %} loads the same weights as the original dense model.
 
 vLLM serves the checkpoint where leank-convert is installed with its extra `vllm`:
-`vllm serve path/to/this/checkpoint`.
+`vllm serve path/to/this/checkpoint{{ vllm_option }}`.
 
 ## Limits
 
-- Prompts of up to {{ (sink + recent)|count }} tokens save nothing: the first {{ sink }} and the last
-  {{ recent }} keep all channels.
+- Of prompts of up to {{ (sink + recent)|count }} tokens no channel is dropped.
 - Prompts are read densely, so the first token takes as long as with the dense model.
 - Static and offloaded caches are refused, and so is transformers' continuous batching.
 {% if source.whole %}
@@ -247,14 +247,10 @@ def build_model_card(
         pipeline_tag="text-generation",
         tags=["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
     )
-    cache = count_cache_bytes(
-        mask.widths, facts.head_dim, element_bytes, leank.get("kv_dtype"), mask.stored_values
-    )
-    held_out = known.held_out
-    # Of another model or other windows it says nothing about this checkpoint.
+    kv_dtype = leank.get("kv_dtype")
+    cache = count_cache_bytes(mask.widths, facts.head_dim, element_bytes, kv_dtype, mask.stored_values)
     made_for = known.model, known.sink_size, known.recent_size
-    if made_for != (source.name, windows.sink_size, windows.recent_size):
-        held_out = None
+    is_of_this = made_for == (source.name, windows.sink_size, windows.recent_size)
     heads = sorted(width for layer in mask.widths for width in layer)
     moved = []
     if any(sorted(order) != list(order) for order in plan_head_layout(mask.widths).head_permutation):
@@ -264,6 +260,8 @@ def build_model_card(
         moved.append("V is in another basis")
     window_share = (cache.key_window + cache.value_window) / (cache.key_dense + cache.value_dense)
     recipe = _describe_recipe(known)
+    plain = "float16" if facts.dtype == "float16" else "bfloat16"
+    is_served = kv_dtype is None or (leank.get("kv_scales") is not None and not facts.is_mixed)
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= {"md": escaped, "percent": "{:.1%}".format, "count": "{:,}".format}
     return environment.from_string(_CARD).render(
@@ -280,7 +278,9 @@ def build_model_card(
         cache=cache,
         element_bytes=element_bytes,
         window_saved=f"{1 - window_share:.0%}",
-        kv_dtype=leank.get("kv_dtype"),
+        kv_dtype=kv_dtype,
+        # vLLM's pages hold FP8 by measured scales, which layers that are not pruned lack.
+        vllm_option="" if is_served else f" --kv-cache-dtype {plain}",
         scales=leank.get("kv_scales"),
         int4_group_size=INT4_GROUP_SIZE,
         project_url=PROJECT_URL,
@@ -294,7 +294,7 @@ def build_model_card(
         of_layers=f" of {len(facts.layers)} of {facts.num_hidden_layers} layers" if facts.is_mixed else "",
         layers=describe_layers(facts, cache, windows, element_bytes) if facts.is_mixed else "",
         moved=moved,
-        held_out=held_out,
+        held_out=known.held_out if is_of_this else None,
         tried=tried,
         recipe=recipe,
         fence="`" * max(3, max(map(len, re.findall("`+", recipe)), default=0) + 1),

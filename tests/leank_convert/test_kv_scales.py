@@ -191,14 +191,22 @@ def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
 
 
 SHOWN = {
-    "fp8": ("scales of {} tokens", "with scales, of K per head and of V per channel, measured on {} tokens."),
-    "int4": ("least number and step of every 32", "with a least number and a step for every 32 of a token."),
+    "fp8": (
+        "scales of {} tokens",
+        "with scales, of K per head and of V per channel, measured on {} tokens.",
+        ("With `pip install tilelang` NVIDIA", "`vllm serve path/to/this/checkpoint`."),
+    ),
+    "int4": (
+        "least number and step of every 32",
+        "with a least number and a step for every 32 of a token.",
+        ("No kernels serve an int4 cache", "`vllm serve path/to/this/checkpoint --kv-cache-dtype bfloat16`."),
+    ),
 }
 
 
 @pytest.mark.parametrize(("kv_dtype", "pruned"), [("fp8", (304, 768)), ("int4", (200, 480))])
 def test_inspect_and_the_card_tell_bytes_and_scales(exported_testbed, kv_dtype, pruned):
-    shown, stored = SHOWN[kv_dtype]
+    shown, stored, served = SHOWN[kv_dtype]
     out = exported_testbed(kv_dtype)
     facts = json.loads(run("inspect", out, "--json").stdout)
     told, tokens = facts["bytes_per_token"], f"{(facts['kv_scales'] or MEASURED)['num_tokens']:,}"
@@ -212,6 +220,7 @@ def test_inspect_and_the_card_tell_bytes_and_scales(exported_testbed, kv_dtype, 
     assert f"| window | first 16, last 64 to 80 | {window} |" in card
     assert f"stored in {kv_dtype}, {stored.format(tokens)}" in card
     assert "Rounding alone, with the same channels pruned: on " in card
+    assert all(line in card for line in served)
 
 
 def test_what_has_no_such_cache_refuses_in_a_sentence(exported_testbed, tmp_path):

@@ -54,7 +54,8 @@ def test_the_card_warns_of_adapters_where_heads_moved():
     assert "`leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`" in text
     known = MaskProvenance.for_model("m", FACTS, method="x", sink_size=4, recent_size=16, flush_size=2)
     ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool), provenance=known)
-    assert "adapter" not in build_model_card(Source("m"), ordered, FACTS, Windows(4, 16, 2), element_bytes=2)
+    text = build_model_card(Source("m"), ordered, FACTS, Windows(4, 16, 2), element_bytes=2)
+    assert "adapter" not in text and "The weights are the original ones. The cache" in text
 
 
 RECIPE = "a: |\n  ```\n  # Not the recipe {braces}\nsource: /home/me/story.txt\n"
