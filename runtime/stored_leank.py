@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,70 +165,40 @@ class StoredRow:
         sink = torch.arange(min(self.length, self.sink_size), device=device)
         return torch.cat([sink, torch.arange(min(recent, self.length), self.length, device=device)])
 
-    def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all heads, each `[length, H_kv, D]`: zeros in the place of what is pruned."""
-        layout, device = self.layout, self.whole.device
-        size = (self.length, len(layout.widths), layout.head_dim)
-        keys, values = (self.store.values.new_zeros(size, dtype=dtype) for _ in range(2))
-        every = torch.arange(self.length, device=device)
-        for heads, tokens in ((layout.value_heads, every), (layout.window_heads, self.whole)):
-            if heads:
-                place = tokens[:, None], torch.tensor(heads, device=device)
-                keys[place], values[place] = self.seen_by(heads, dtype)
-        return keys, values
+    def dense(self, dtype: torch.dtype, *, window_alone: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all heads, each `[tokens, H_kv, D]`: zeros in the place of what is pruned.
 
-    def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what some heads see of K and V `[tokens, heads, D]`, zeros where channels are pruned.
-
-        The layout's `value_heads` see all tokens, its `window_heads` whole ones.
+        With `window_alone` what the window holds of whole tokens, all that heads of width 0 see.
         """
-        layout, see_all = self.layout, heads is self.layout.value_heads
-        select = head_index(heads)
-        num_tokens = self.length if see_all else len(self.whole)
-        num_channels = len(layout.widths) * layout.head_dim
-        size = (num_tokens, num_channels + layout.has_padded_lanes)  # the last takes lanes of padding
-        keys = self.store.kept_keys.new_zeros(size, dtype=dtype)
-        if see_all:
-            self._put(keys, "kept_keys")
-        self._put(keys, "window_keys", self.whole if see_all else None)
-        keys = keys[:, :num_channels].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
-        num_chunks = num_channels // layout.value_chunk
-        values = self.store.values.new_zeros((num_tokens, num_chunks, layout.value_chunk), dtype=dtype)
-        if see_all and layout.kept_value_index:
-            values[:, value_index("values", layout)] = self._take("values").to(dtype)
-        if layout.dropped_value_index:
-            tokens = self.whole if see_all else torch.arange(num_tokens, device=values.device)
-            chunks = torch.tensor(layout.dropped_value_index, device=values.device)
-            values[tokens[:, None], chunks] = self._take("window_values").to(dtype)
-        values = values.view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
-        for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
+        layout, store, device = self.layout, self.store, self.whole.device
+        tokens = torch.arange(len(self.whole) if window_alone else self.length, device=device)
+        size, num_lanes = (len(layout.widths), layout.head_dim), layout.num_kept_chunks * layout.chunk_size
+        num_channels = math.prod(size)
+        channels = self._own(store.chunk_index).flatten().long()
+        channels = torch.where(channels < 0, num_channels, channels)
+        # One channel more takes lanes of padding.
+        keys = store.values.new_zeros(len(tokens), num_channels + layout.has_padded_lanes, dtype=dtype)
+        values = keys.new_zeros(len(tokens), num_channels // layout.value_chunk, layout.value_chunk)
+        if not window_alone:
+            keys.index_copy_(1, channels[:num_lanes], self._take("kept_keys", tokens).flatten(1).to(dtype))
+            values[:, value_index("values", layout)] = self._take("values", tokens).to(dtype)
+        place = (tokens if window_alone else self.whole)[:, None]
+        keys[place, channels[num_lanes:]] = self._take("window_keys", self.whole).flatten(1).to(dtype)
+        dropped = torch.tensor(layout.dropped_value_index, dtype=torch.long, device=device)
+        values[place, dropped] = self._take("window_values", self.whole).to(dtype)
+        keys, values = keys[:, :num_channels].unflatten(1, size), values.view(len(tokens), *size)
+        for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
             if scale is not None:
-                states.mul_(self._own(scale)[select])
+                states.mul_(self._own(scale))
         return keys, values
+
+    def _take(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
+        """Copy tokens of the row as a pool holds them `[n, chunks, E or F]`."""
+        table = self.store.page_table if name in POOLS[0] else self.store.window_table
+        page_size = getattr(self.store, name).shape[2]
+        pages = table[self.row].long()[tokens // page_size]
+        return self.store.read(name, lambda pool: pool[pages, :, tokens % page_size])
 
     def _own(self, states: torch.Tensor) -> torch.Tensor:
         """Return the row's of what is `[1 or B, …]`."""
         return states[self.row if len(states) > 1 else 0]
-
-    def _put(self, keys: torch.Tensor, name: str, tokens: torch.Tensor | None = None) -> None:
-        """Put what a pool holds of tokens where its channels are in keys `[n, H_kv * D or one more]`."""
-        channels = self._own(self.store.lanes(name)).flatten().long()
-        channels = torch.where(channels < 0, keys.shape[1] - 1, channels)
-        lanes = self._take(name).flatten(1).to(keys.dtype)
-        if tokens is None:
-            keys.index_copy_(1, channels, lanes)
-        else:
-            keys[tokens[:, None], channels] = lanes
-
-    def _take(self, name: str) -> torch.Tensor:
-        """Copy the row's tokens of a pool, of the window's whole ones `[tokens, m, n]`."""
-        page_size = getattr(self.store, name).shape[2]
-        if name in POOLS[0]:
-            pages = self.store.page_table[self.row, : -(-self.length // page_size)].long()
-
-            def pick(pool: torch.Tensor) -> torch.Tensor:
-                return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
-
-            return self.store.read(name, pick)
-        pages = self.store.window_table[self.row].long()[self.whole // page_size]
-        return self.store.read(name, lambda pool: pool[pages, :, self.whole % page_size])

@@ -106,9 +106,10 @@ def _attend_by_torch(
             keys, values = kernels.copy_rows(first, new_keys, new_values)
         else:
             cached = (replace(first, row=first.row + place) for place in range(len(query)))
-            rows = zip(*(row.seen_by(heads, new_keys.dtype) for row in cached), strict=True)
+            of_window = heads is layout.window_heads
+            rows = zip(*(row.dense(new_keys.dtype, window_alone=of_window) for row in cached), strict=True)
             keys, values = (
-                torch.cat([torch.stack(held), new[:, select].transpose(1, 2)], dim=1)
+                torch.cat([torch.stack(held)[:, :, select], new[:, select].transpose(1, 2)], dim=1)
                 for held, new in zip(rows, (new_keys, new_values), strict=True)
             )
         own_sinks = None if sinks is None else sinks[:, select].flatten(1, 2)
