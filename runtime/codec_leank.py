@@ -2,7 +2,7 @@
 
 Encoding has three steps: `round` looks at every number by itself, in the order of channels; `gather` brings
 channels into the order of chunks, where some lanes are padding; `pack` looks at numbers that are neighbours
-as they are stored. Nothing else knows what a cache is stored in, but the kernels.
+as they are stored. A pool is one tensor. Nothing else knows what a cache is stored in, but the kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .fp8_leank import FP8, as_bytes, quantise
+from .fp8_leank import as_bytes, quantise
 from .layout_leank import ChunkLayout, gather_lanes
 
 GROUP_SIZE = 32
@@ -26,9 +26,9 @@ class Codec:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def tensors_of(self, num_rows: int, width: int) -> list[tuple[int, int, torch.dtype]]:
-        """Return rows, width and dtype of the tensors that hold a pool of so many rows of numbers."""
-        return [(num_rows, width, self.dtype)]
+    def pool_of(self, num_chunks: int, width: int) -> tuple[int, int, torch.dtype]:
+        """Return chunks, width and dtype of the pool that holds so many chunks of so many numbers."""
+        return num_chunks, width, self.dtype
 
     def round(self, states: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Round number by number, where scales are given by these."""
@@ -38,13 +38,13 @@ class Codec:
         """Bring channels into lanes as `gather_lanes` does, and fill lanes of padding."""
         return gather_lanes(states, index).masked_fill((index < 0)[:, None], 0)
 
-    def pack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the tensors of a pool are to hold, given numbers `[…, rows of the pool, n]`."""
-        return (numbers,)
+    def pack(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what a pool is to hold, given numbers `[…, chunks, n]`."""
+        return numbers
 
-    def read(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Return the numbers, without scales, of what is stored `[m, rows of the pool, …, n]`."""
-        return parts[0].view(self.dtype)
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the numbers, without scales, of what a pool holds `[m, chunks, …, n]`."""
+        return stored.view(self.dtype)
 
     def count(self, num_tokens: int, num_channels: int) -> int:
         """Count the bytes of tokens that have so many channels each in a pool."""
@@ -63,14 +63,17 @@ class Int4(Codec):
     What is not finite makes NaN of its 32 numbers, and of no others. A lane of padding holds what the first
     lane of its chunk does: a zero would count in its group.
 
+    Of a token a pool holds one row of bytes: least number and step of every group, in the dtype of keys and
+    values, then the codes, two in a byte.
+
     Attributes:
-        index: Group of every run of neighbours, of which a row of the pool has R `[rows, R]`, int64.
-        count_groups: Groups of all rows, G.
-        size: Numbers of a row, n.
+        index: Group of every run of neighbours, of which a chunk has R `[chunks, R]`, int64.
+        count_groups: Groups of all chunks, G.
+        size: Numbers of a chunk, n.
     """
 
     def __init__(self, dtype: torch.dtype, counts: Sequence[int], size: int, device: torch.device) -> None:
-        """Group a pool's rows of `size` numbers, of which every head has so many as `counts` says."""
+        """Group chunks of `size` numbers, of which every head has so many as `counts` says."""
         super().__init__(dtype)
         run = math.gcd(GROUP_SIZE, size)
         index: list[int] = []
@@ -80,20 +83,22 @@ class Int4(Codec):
             index += [self.count_groups + place * run // GROUP_SIZE for place in range(num_runs)]
             self.count_groups += -(-num_runs * run // GROUP_SIZE)
         self.index = torch.tensor(index, dtype=torch.long, device=device).view(-1, size // run)
+        self._num_extremes = self.count_groups * 2 * dtype.itemsize  # bytes, like the next two
+        self._num_codes = sum(counts) * -(-size // 2)
+        self._num_spare = -self._num_codes % dtype.itemsize  # what makes each row begin where a number may
 
-    def tensors_of(self, num_rows: int, width: int) -> list[tuple[int, int, torch.dtype]]:
-        """Return those of the codes, two in a byte, and of least numbers and steps."""
-        return [(num_rows, -(-width // 2), torch.uint8), (self.count_groups, 2, self.dtype)]
+    def pool_of(self, num_chunks: int, width: int) -> tuple[int, int, torch.dtype]:
+        """Return those of bytes: a token's chunks are one row."""
+        return 1, self._num_extremes + self._num_codes + self._num_spare, torch.uint8
 
     def gather(self, states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Bring channels into lanes, the first of a chunk into its padding."""
         return gather_lanes(states, torch.where(index < 0, index[..., :1], index))
 
-    def pack(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return numbers `[…, rows, n]` as they are stored.
+    def pack(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers `[…, chunks, n]` as rows of bytes `[…, 1, bytes]`.
 
-        Two in a byte, those of the first half in the low bits `[…, rows, ⌈n/2⌉]`, uint8; least number and
-        step of every group, in the dtype of `numbers` `[…, G, 2]`.
+        Of the two codes in a byte that of a chunk's first half has the low bits.
         """
         num_runs = self.index.shape[1]
         runs = numbers.reshape(*numbers.shape[:-1], num_runs, self.size // num_runs)
@@ -109,24 +114,32 @@ class Int4(Codec):
         codes = codes.to(torch.uint8).flatten(-2)
         codes = torch.nn.functional.pad(codes, (0, self.size % 2))
         low, high = codes.chunk(2, dim=-1)
-        return low | high << 4, extremes
+        codes = (low | high << 4).flatten(-2)
+        spare = codes.new_zeros(*codes.shape[:-1], self._num_spare)
+        return torch.cat([extremes.flatten(-2).view(torch.uint8), codes, spare], dim=-1).unsqueeze(-2)
 
     def _of_groups(self, found: torch.Tensor, reduce: str) -> torch.Tensor:
-        """Bring what was found of every run `[…, rows * R]` to groups `[…, G]`."""
+        """Bring what was found of every run `[…, chunks * R]` to groups `[…, G]`."""
         if self.count_groups == found.shape[-1]:
             return found
         index = self.index.flatten().expand(found.shape)
         empty = found.new_empty(*found.shape[:-1], self.count_groups)
         return empty.scatter_reduce(-1, index, found, reduce, include_self=False)
 
-    def read(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Return what codes `[m, rows, …, ⌈n/2⌉]` stand for, given extremes `[m, G, …, 2]`."""
-        codes, extremes = parts
-        num_rows, num_runs = self.index.shape
+    def read(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return what rows of bytes `[m, 1, …, bytes]` stand for `[m, chunks, …, n]`."""
+        num_chunks, num_runs = self.index.shape
+        if not num_chunks:
+            return stored.new_empty(len(stored), 0, *stored.shape[2:-1], self.size, dtype=self.dtype)
+        extremes, codes, _ = stored.split([self._num_extremes, self._num_codes, self._num_spare], dim=-1)
+        extremes, codes = (
+            part.unflatten(-1, size).transpose(1, -2).squeeze(-2)
+            for part, size in ((extremes.view(self.dtype), (-1, 2)), (codes, (num_chunks, -1)))
+        )
         numbers = torch.cat([codes & _LARGEST_CODE, codes >> 4], dim=-1)[..., : self.size]
         numbers = numbers.reshape(*numbers.shape[:-1], num_runs, self.size // num_runs).float()
         of_runs = extremes.index_select(1, self.index.flatten())
-        of_runs = of_runs.view(len(codes), num_rows, num_runs, *extremes.shape[2:]).movedim(2, -2)
+        of_runs = of_runs.view(len(codes), num_chunks, num_runs, *extremes.shape[2:]).movedim(2, -2)
         least, step = of_runs.float().unsqueeze(-2).unbind(-1)
         most = torch.finfo(extremes.dtype).max  # a rounded step may lead beyond it
         return (numbers * step + least).flatten(-2).to(extremes.dtype).clamp(-most, most)
@@ -136,13 +149,8 @@ class Int4(Codec):
         return -(-num_tokens * num_channels // 2) + num_tokens * self.count_groups * 2 * self.dtype.itemsize
 
 
-def make_codecs(
-    kv_dtype: str, dtype: torch.dtype, layout: ChunkLayout, device: torch.device
-) -> dict[str, Codec]:
+def int4_codecs(dtype: torch.dtype, layout: ChunkLayout, device: torch.device) -> dict[str, Codec]:
     """Return the codec of every pool, by the pool's name; `dtype` is that of keys and values as they come."""
-    if kv_dtype != "int4":
-        codec = Codec(FP8 if kv_dtype == "fp8" else dtype)
-        return dict.fromkeys(("kept_keys", "values", "window_keys", "window_values"), codec)
     size = layout.chunk_size
     return {
         "kept_keys": Int4(dtype, layout.kept_chunks, size, device),

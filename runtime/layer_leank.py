@@ -212,7 +212,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
-        num_columns, cache_dtype = query.shape[2], self.store.kept_keys.dtype
+        num_columns, cache_dtype = query.shape[2], self.store.tensors.kept_keys.dtype
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
         if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .codec_leank import make_codecs
+from .codec_leank import Codec, int4_codecs
 from .constants_leank import Constants
-from .fp8_leank import as_bytes
+from .fp8_leank import FP8, as_bytes
 from .layout_leank import ChunkLayout
 from .memory_leank import CacheMemory, RegionBytes
 from .pages_leank import PageTables, page_sources
@@ -16,7 +18,6 @@ from .stored_leank import POOLS, StoreTensors
 
 # A prompt is brought into chunk order so many numbers at a time (32 MB in half precision).
 _BLOCK_SIZE = 1 << 24
-_BESIDE = "_beside"  # of a pool of two tensors the second
 
 
 class ChunkStore:
@@ -33,62 +34,33 @@ class ChunkStore:
     ) -> None:
         """Allocate an empty store by `index`, every lane's channel `[1 or B, C + C_dropped, E]`, int32."""
         self.layout = layout
-        self.chunk_index = index
         self.tables = tables  # pages of the rows in the four pools
         self.dtype = dtype  # of keys and values as they come
-        self.constants = constants  # what they are stored by
         self.kv_dtype = kv_dtype
         device = index.device
-        self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
-        self.codecs = make_codecs(kv_dtype, dtype, layout, device)
+        table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
+        codecs = int4_codecs(dtype, layout, device) if kv_dtype == "int4" else None
+        plain = Codec(FP8 if kv_dtype == "fp8" else dtype)
         sizes = {
             "kept_keys": (layout.num_kept_chunks, layout.chunk_size),
             "values": (len(layout.kept_value_index), layout.value_chunk),
             "window_keys": (layout.num_dropped_chunks, layout.chunk_size),
             "window_values": (len(layout.dropped_value_index), layout.value_chunk),
         }
-        self.kept_keys: torch.Tensor
-        self.values: torch.Tensor
-        self.window_keys: torch.Tensor
-        self.window_values: torch.Tensor
-        pools: list[list[str]] = []
+        pools = []
         for names, runs in zip(POOLS, tables.pool_runs, strict=True):
-            pools.append([])
             for name in names:
-                parts = self.codecs[name].tensors_of(*sizes[name])
-                for suffix, (rows, width, stored) in zip(("", _BESIDE), parts, strict=False):
-                    size = (sum(runs), rows, tables.page_size, width)
-                    setattr(self, name + suffix, torch.zeros(size, dtype=stored, device=device))
-                    pools[-1].append(name + suffix)
-        self.pools = pools  # names of all tensors that hold pages, those of the window apart
-        self.addresses = object()  # another one whenever a tensor becomes another
-        tables.on(device)  # now, as it must not be while a step is captured
-
-    @property
-    def tensors(self) -> StoreTensors:
-        """What append and attention take, as of now: growth makes others."""
-        beside = {name: getattr(self, name + _BESIDE, None) for name in self.codecs}
-        coded = {name: (self.codecs[name], part) for name, part in beside.items() if part is not None}
-        return StoreTensors(
-            self.kept_keys,
-            self.values,
-            self.window_keys,
-            self.window_values,
-            self.chunk_index,
-            self.head_table,
-            *self.tables.on(self.kept_keys.device),
-            *self.constants,
-            coded or None,
-        )
+                chunks, width, stored = (codecs[name] if codecs else plain).pool_of(*sizes[name])
+                size = (sum(runs), chunks, tables.page_size, width)
+                pools.append(torch.zeros(size, dtype=stored, device=device))
+        # What append and attention take. Another one whenever a tensor becomes another, like `addresses`.
+        self.tensors = StoreTensors(*pools, index, table, *tables.on(device), *constants, codecs)
+        self.addresses = object()
 
     def copy_memory(self) -> None:
         """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                setattr(self, name, value.clone())
-            elif isinstance(value, Constants):
-                setattr(self, name, value.map(torch.clone))
-        self.addresses = object()
+        copies = (own.clone() if isinstance(own, torch.Tensor) else own for own in self.tensors)
+        self.tensors, self.addresses = StoreTensors._make(copies), object()
 
     def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
         """Make writable what is stored, with its pages as these tables have them; in place if they stay.
@@ -96,25 +68,23 @@ class ChunkStore:
         `rows` tells which of the rows so far become the rows, as `page_sources` takes it; None: the same.
         """
         # What inference mode made cannot be written outside it. Growth makes the pools anew, nothing else.
-        if not (is_writable(self.kept_keys) and is_writable(self.head_table)):
+        if not (is_writable(self.tensors.kept_keys) and is_writable(self.tensors.head_table)):
             self.copy_memory()
         if rows is None and tables is self.tables:
             return
-        in_place = tables is self.tables
-        pools = [
-            (name, take_pages(getattr(self, name), source))
-            for names, runs, old_runs in zip(self.pools, tables.pool_runs, self.tables.pool_runs, strict=True)
+        pools: dict[str, Any] = {
+            name: take_pages(getattr(self.tensors, name), source)
+            for names, runs, old_runs in zip(POOLS, tables.pool_runs, self.tables.pool_runs, strict=True)
             for source in (page_sources(runs, old_runs, rows),)
             for name in names
-        ]
-        for name, pool in pools:
-            if in_place:
-                as_bytes(getattr(self, name)).copy_(as_bytes(pool))
-            else:
-                setattr(self, name, pool)
-        if not in_place:
-            self.tables, self.addresses = tables, object()
-            tables.on(self.kept_keys.device)
+        }
+        if tables is self.tables:
+            for name, pool in pools.items():
+                as_bytes(getattr(self.tensors, name)).copy_(as_bytes(pool))
+            return
+        page_table, window_table = tables.on(self.tensors.kept_keys.device)
+        self.tensors = self.tensors._replace(**pools, page_table=page_table, window_table=window_table)
+        self.tables, self.addresses = tables, object()
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
         """Fill the empty store with a prompt's keys and values, `[B, H_kv, S, D]` each."""
@@ -132,17 +102,20 @@ class ChunkStore:
         for names, filled in zip(POOLS, (kept_pages, split.window_pages), strict=True):
             for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
                 for name, states in zip(names, (keys, values), strict=True):
-                    if getattr(self, name).shape[1]:
+                    pool = as_bytes(getattr(store, name))
+                    if pool.numel():
                         tokens = self._page_tokens(states, split, rows, numbers)
-                        for pool, part in store.encode(name, tokens, self.layout, rows):
-                            pool.index_copy_(0, pages, part.transpose(1, 2))
+                        part = store.encode(name, tokens, self.layout, rows)
+                        pool.index_copy_(0, pages, part.transpose(1, 2))
 
     def _write_full_pages(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         """Fill pages `start` to `stop` of every row, where all rows have as many, and all tokens are real."""
         size, batch_size = self.tables.page_size, keys.shape[0]
         for name, states in zip(POOLS[0], (keys, values), strict=True):
             tokens = states[:, :, start * size : stop * size].transpose(1, 2)
-            for pool, part in self.tensors.encode(name, tokens, self.layout):
+            pool = as_bytes(getattr(self.tensors, name))
+            if pool.numel():
+                part = self.tensors.encode(name, tokens, self.layout)
                 pages = pool.view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
                 pages.copy_(part.view(batch_size, stop - start, size, *part.shape[2:]).transpose(2, 3))
 
@@ -158,8 +131,9 @@ class ChunkStore:
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
         """Keep rows in this order, repeats allowed, see `RowState.select`; in place if the tables stay."""
         self.move_to(tables, rows)
-        if any(own is not None and len(own) > 1 for own in (self.chunk_index, *self.constants)):
-            rows = rows.to(self.chunk_index.device)
+        index, constants = self.tensors.chunk_index, self.tensors.constants
+        if any(own is not None and len(own) > 1 for own in (index, *constants)):
+            rows = rows.to(index.device)
 
         def take(own: torch.Tensor) -> torch.Tensor:
             if len(own) == 1:
@@ -167,8 +141,7 @@ class ChunkStore:
             taken = own.index_select(0, rows)
             return own.copy_(taken) if taken.shape == own.shape else taken
 
-        self.chunk_index = take(self.chunk_index)
-        self.constants = self.constants.map(take)
+        self.tensors = self.tensors._replace(chunk_index=take(index), **constants.map(take)._asdict())
 
     def memory(self, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
         """Count bytes, given the tokens of all rows, and those among them in sink or recent."""
@@ -177,9 +150,8 @@ class ChunkStore:
         num_values = len(layout.kept_value_index) * layout.value_chunk
 
         def region(name: str, tokens: int, channels: int) -> RegionBytes:
-            parts = (part for part in (name, name + _BESIDE) if hasattr(self, part))
-            allocated = sum(getattr(self, part).nbytes for part in parts)
-            return RegionBytes(self.codecs[name].count(tokens, channels), allocated)
+            used = self.tensors.codec(name).count(tokens, channels)
+            return RegionBytes(used, getattr(self.tensors, name).nbytes)
 
         dense = num_tokens * all_channels * self.dtype.itemsize
         return CacheMemory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,48 +37,36 @@ class StoreTensors(NamedTuple):
     key_mean: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
-    # Where a pool is two tensors, which no kernel takes: by the pool's name its codec, and the tensor beside
-    # that of its name `[pages, G, P, 2]`.
-    coded: Mapping[str, tuple[Codec, torch.Tensor]] | None = None
+    codecs: Mapping[str, Codec] | None = None  # of the pools by name; None: numbers as they come, or FP8
 
     @property
     def constants(self) -> Constants:
         """What keys and values are stored by."""
         return Constants(self.key_mean, self.key_scale, self.value_scale)
 
-    def parts(self, name: str) -> tuple[Codec, tuple[torch.Tensor, ...]]:
-        """Return a pool's codec and its tensors, FP8 as bytes, by the pool's name."""
-        pool: torch.Tensor = getattr(self, name)
-        if self.coded is None:
-            return Codec(pool.dtype), (as_bytes(pool),)
-        codec, beside = self.coded[name]
-        return codec, (pool, beside)
+    def codec(self, name: str) -> Codec:
+        """Return a pool's codec, by the pool's name."""
+        return Codec(getattr(self, name).dtype) if self.codecs is None else self.codecs[name]
 
     def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `pick` takes of a pool's tensors: its numbers, without scales per channel.
+        """Return what `pick` takes of a pool: its numbers, without scales per channel.
 
-        It takes `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        It takes `[pages, chunks, P, n]`, FP8 as bytes; chunks stay the second dimension.
         """
-        codec, parts = self.parts(name)
-        return codec.read(*map(pick, parts))
-
-    def lanes(self, name: str) -> torch.Tensor:
-        """Return the channel of every lane of a pool of keys `[1 or B, chunks, E]`, -1 of padding."""
-        num_kept = self.kept_keys.shape[1]
-        return self.chunk_index[:, :num_kept] if name == "kept_keys" else self.chunk_index[:, num_kept:]
+        return self.codec(name).read(pick(as_bytes(getattr(self, name))))
 
     def encode(
         self, name: str, states: torch.Tensor, layout: ChunkLayout, rows: torch.Tensor | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a pool's tensors `[pages, m, P, n]`, and what they are to hold of tokens `[N, S, m, n]`.
+    ) -> torch.Tensor:
+        """Return what a pool is to hold of tokens `[N, S, chunks, n]`, FP8 as bytes.
 
         Keys or values `[N, S, H_kv, D]` are of N rows, or of pages of these `rows`.
         """
-        codec, parts = self.parts(name)
+        codec, num_kept = self.codec(name), layout.num_kept_chunks
         constants = self.constants if rows is None else self.constants.take(rows)
         key_mean, *scales = (None if own is None else own[:, None] for own in constants)
         if name.endswith("keys"):
-            index = self.lanes(name)
+            index = self.chunk_index[:, slice(num_kept) if name == "kept_keys" else slice(num_kept, None)]
             if rows is not None and len(index) > 1:
                 index = index[rows]
             gather = codec.gather if layout.has_padded_lanes else gather_lanes
@@ -88,7 +76,7 @@ class StoreTensors(NamedTuple):
             per_head = layout.head_dim // layout.value_chunk
             chunks = rounded.reshape(*rounded.shape[:3], per_head, layout.value_chunk).flatten(2, 3)
             numbers = chunks[:, :, value_index(name, layout)]
-        return zip(parts, codec.pack(numbers), strict=True)
+        return codec.pack(numbers)
 
     def write(
         self,
@@ -107,15 +95,15 @@ class StoreTensors(NamedTuple):
         regions = zip(POOLS, (places, window_places), (..., entering), strict=True)
         for names, (page, place), which in regions:
             for name, states in zip(names, (keys, values), strict=True):
-                if getattr(self, name).shape[1]:
-                    for part, numbers in self.encode(name, states, layout):
-                        part[page, :, place] = numbers[which]
+                pool = as_bytes(getattr(self, name))
+                if pool.numel():
+                    pool[page, :, place] = self.encode(name, states, layout)[which]
 
     def rounded(
         self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens' keys and values `[N, H_kv, S, D]` as they will be read once they are stored."""
-        if self.coded is None:  # every number is rounded by itself, wherever it will lie
+        if self.codecs is None:  # every number is rounded by itself, wherever it will lie
             key_mean, *scales = (None if own is None else own[:, :, None] for own in self.constants)
             return reread(centre(keys, key_mean), scales[0]), reread(values, scales[1])
         (num_rows, _, num_tokens, _), device = keys.shape, keys.device
@@ -127,9 +115,7 @@ class StoreTensors(NamedTuple):
         page, place = torch.meshgrid(
             torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device), indexing="ij"
         )
-        coded = {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
-        store = self.map_memory(scratch)
-        store = store._replace(page_table=page[:, :1], window_table=page[:, :1], coded=coded)
+        store = self.map_memory(scratch)._replace(page_table=page[:, :1], window_table=page[:, :1])
         store.write(keys.transpose(1, 2), values.transpose(1, 2), layout, (page, place), (page, place))
         rows = (StoredRow(store, layout, row, num_tokens, 0, 0).dense(keys.dtype) for row in range(num_rows))
         read_keys, read_values = zip(*rows, strict=True)

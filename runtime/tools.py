@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from .fp8_leank import as_bytes
 from .pages_leank import page_sources
 from .store_leank import ChunkStore, take_pages
+from .stored_leank import POOLS
 from .windows_leank import check_size
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
 def _place_of(cache: LeanKCache) -> dict[str, object]:
     """Return what caches must have in common apart from their model's masks."""
     rows = cache.rows
-    held = [layer.store.constants if layer.store else layer.model_constants for layer in cache.pruned_layers]
+    held = [
+        layer.store.tensors.constants if layer.store else layer.model_constants
+        for layer in cache.pruned_layers
+    ]
     return {
         "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
         "widths": [layer.layout.widths for layer in cache.pruned_layers],
@@ -177,18 +181,19 @@ def _join_stores(stores: Sequence[ChunkStore], rows: RowState, sizes: Sequence[i
     """Return a store with the rows of several of one layout, window size, dtype and device, in order."""
     first, tables = stores[0], rows.tables
     assert tables is not None
-    index = _join_own([store.chunk_index for store in stores], sizes)
-    held: Any = zip(*(store.constants for store in stores), strict=True)
+    index = _join_own([store.tensors.chunk_index for store in stores], sizes)
+    held: Any = zip(*(store.tensors.constants for store in stores), strict=True)
     joint = (None if parts[0] is None else _join_own(parts, sizes) for parts in held)
-    constants = type(first.constants)(*joint)
+    constants = type(first.tensors.constants)(*joint)
     joined = type(first)(first.layout, index, tables, first.dtype, constants, first.kv_dtype)
     row, pages = 0, [0, 0]
     for store, size in zip(stores, sizes, strict=True):
-        for place, names in enumerate(joined.pools):
+        for place, names in enumerate(POOLS):
             source = page_sources(tables.pool_runs[place][row : row + size], store.tables.pool_runs[place])
             span = slice(pages[place], pages[place] + len(source))
             for name in names:
-                as_bytes(getattr(joined, name))[span] = as_bytes(take_pages(getattr(store, name), source))
+                taken = take_pages(getattr(store.tensors, name), source)
+                as_bytes(getattr(joined.tensors, name))[span] = as_bytes(taken)
             pages[place] = span.stop
         row += size
     return joined

@@ -72,7 +72,7 @@ def test_it_and_what_it_saves_run_where_the_toolkit_cannot_be_imported(converted
 def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
     model = load(converted(widths=WIDTHS).folder, dtype=dtype, device_map="auto")
     result = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
-    store = result[CACHE].layers[0].store
+    store = result[CACHE].layers[0].store.tensors
     assert store.kept_keys.dtype == store.window_values.dtype == dtype
     assert result.sequences.shape == (2, 43)
 

@@ -158,7 +158,7 @@ def test_measured_scales_of_an_fp8_cache_travel_with_it(row, example, load, tmp_
     assert failed(out, checkpoint.source) == {}
     result = load(out).generate(**batch(), **GREEDY, return_dict_in_generate=True)
     assert result.sequences.shape == (2, 39)
-    assert result[CACHE].layers[1].store.kept_keys.dtype == torch.float8_e4m3fn
+    assert result[CACHE].layers[1].store.tensors.kept_keys.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("row", FAMILIES)

@@ -113,7 +113,7 @@ def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tm
     ours, expected = (one.generate(ids, **settings) for one in (model, dense))
     assert torch.equal(ours.sequences, expected.sequences)
     assert torch.allclose(torch.stack(ours.logits), torch.stack(expected.logits), atol=1e-3)
-    constants = ours[CACHE].layers[0].store.constants
+    constants = ours[CACHE].layers[0].store.tensors.constants
     assert constants.key_mean is not None and constants.key_scale is None
 
 

@@ -117,8 +117,8 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
         cache = feed(model, ids)[CACHE]
         assert cache.kv_dtype == "fp8"
         for number, layer in enumerate(cache.layers):
-            assert layer.store.kept_keys.dtype == torch.float8_e4m3fn
-            for name, scale in zip(fp8_leank.SCALE_NAMES, layer.store.constants[1:], strict=True):
+            assert layer.store.tensors.kept_keys.dtype == torch.float8_e4m3fn
+            for name, scale in zip(fp8_leank.SCALE_NAMES, layer.store.tensors.constants[1:], strict=True):
                 assert scale.dtype == torch.float32
                 assert torch.equal(scale[0], expected[f"model.layers.{number}.self_attn.{name}"])
     stock, original = (transformers.LlamaForCausalLM.from_pretrained(folder) for folder in (out, source))
@@ -133,7 +133,7 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, t
     assert tensors_of(out).keys() == tensors_of(source).keys() and verify_checkpoint(out, source=source).ok
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     cache = feed(model, torch.randint(3, 60, (2, 30)))[CACHE]
-    assert all(layer.store.constants.key_scale.shape == (2, 4, 12) for layer in cache.layers)
+    assert all(layer.store.tensors.key_scale.shape == (2, 4, 12) for layer in cache.layers)
 
 
 SCALE = "model.layers.1.self_attn.value_scale"
@@ -261,7 +261,7 @@ def test_a_loaded_int4_checkpoint_decodes_from_as_many_bytes_as_are_told(exporte
     cache = model.build_cache()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     answer = model.generate(ids, cache=cache, **options)
-    assert cache.kv_dtype == "int4" and cache.layers[0].store.kept_keys.dtype == torch.uint8
+    assert cache.kv_dtype == "int4" and cache.layers[0].store.tensors.kept_keys.dtype == torch.uint8
     assert torch.equal(answer, model.generate(ids, kv_dtype="int4", **options))
     told = json.loads(run("inspect", int4, "--json").stdout)["bytes_per_token"]
     memory = cache.memory()

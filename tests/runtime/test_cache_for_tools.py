@@ -110,7 +110,7 @@ def test_what_padding_holds_does_not_matter(model_pair):
                 seen[1, 0, :4, :4] |= torch.eye(4, dtype=torch.bool)
             out, _ = leank_attention(ATTENTION, query, handle, handle, seen, scaling=0.3)
             outputs.append(out[mask[:, start:stop]])
-        store = cache.layers[0].store
+        store = cache.layers[0].store.tensors
         for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
             assert tensor.isfinite().all()
         results.append(torch.cat(outputs))

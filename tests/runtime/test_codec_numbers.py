@@ -72,10 +72,11 @@ def test_int4_is_rounded_as_evaluate_rounds_it(dtype, head_dim, chunk_size):
     chunks = states.reshape(3, 70, 2 * num_chunks, chunk_size)
     for given, rows_per_head in ((states, 1), (chunks, num_chunks)):
         codec = Int4(dtype, [rows_per_head] * 2, given.shape[-1], torch.device("cpu"))
-        codes, extremes = (part.flatten(0, 1) for part in codec.pack(given))
-        assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-given.shape[-1] // 2)
-        assert extremes.dtype == dtype and extremes.shape[1:] == (2 * -(-head_dim // 32), 2)
-        read = codec.read(codes, extremes).view(states.shape).transpose(1, 2)
+        packed, size = codec.pack(given).flatten(0, 1), dtype.itemsize
+        num_bytes = 2 * -(-head_dim // 32) * 2 * size + given.shape[2] * -(-given.shape[-1] // 2)
+        assert packed.dtype == torch.uint8 and packed.shape[1:] == (1, -(-num_bytes // size) * size)
+        assert codec.pool_of(*given.shape[2:]) == (*packed.shape[1:], torch.uint8)
+        read = codec.read(packed).view(states.shape).transpose(1, 2)
         assert torch.equal(read.isnan(), expected.isnan())
         assert torch.equal(read.nan_to_num(9), expected.nan_to_num(9))
     assert int(expected.isnan().sum()) == 3 * min(head_dim, 32) and not expected.isinf().any()

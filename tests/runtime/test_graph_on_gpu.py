@@ -50,7 +50,7 @@ def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair):
     cache, plain = decode_both(model, turns, mask)
     assert cache.graph.why_eager is None and cache.graph.num_replays >= 36
     for one, other in zip(cache.layers, plain.layers, strict=True):
-        assert_close(model, one.store.window_keys, other.store.window_keys)
+        assert_close(model, one.store.tensors.window_keys, other.store.tensors.window_keys)
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
@@ -65,7 +65,7 @@ def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(dtype, is_padded, mo
     def logits(model):
         cache = model.build_cache(kv_dtype="fp8")
         fed = decode(model, cache, turns, mask)[real]
-        assert all(layer.store.values.dtype == torch.float8_e4m3fn for layer in cache.layers)
+        assert all(layer.store.tensors.values.dtype == torch.float8_e4m3fn for layer in cache.layers)
         return fed
 
     exact, ours = logits(copy.deepcopy(model).float()), logits(model)
@@ -313,7 +313,7 @@ def test_decoding_over_two_devices(is_padded, model):
     ours = decode(model, cache, turns, mask).cuda()
     real = slice(None) if mask is None else mask.bool()
     assert_close(whole, ours[real], expected[real])
-    assert [layer.store.kept_keys.device.index for layer in cache.layers] == [0, 1]
+    assert [layer.store.tensors.kept_keys.device.index for layer in cache.layers] == [0, 1]
     assert all(layer.kernels is not None for layer in cache.layers)
     assert cache.graph.num_replays == 0
     generated = model.generate(ids(3, 50), **GREEDY)

@@ -87,7 +87,7 @@ def test_growth_takes_few_steps():
 def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair):
     pair = model_pair(WIDTHS)
     cache = feed(pair.leank, ids(3, 70))[CACHE]
-    pools = [layer.store.kept_keys for layer in cache.layers]
+    pools = [layer.store.tensors.kept_keys for layer in cache.layers]
     expected = [pool.view(3, -1, *pool.shape[1:])[[2, 0, 0]] for pool in pools]
     addresses = cache.addresses()
     cache.reorder_cache(torch.tensor([2, 0, 0]))

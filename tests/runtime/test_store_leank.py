@@ -19,7 +19,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 def pages(cache, pool, runs) -> set[int]:
     """Pages that rows have in a pool."""
     stores = [layer.store for layer in cache.layers]
-    assert all(len(getattr(store, pool)) == sum(getattr(store.tables, runs)) for store in stores)
+    assert all(len(getattr(store.tensors, pool)) == sum(getattr(store.tables, runs)) for store in stores)
     return {run for store in stores for run in getattr(store.tables, runs)}
 
 
@@ -102,7 +102,7 @@ def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, monkeypatch):
     blocks = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
     for ours, expected in zip(blocks.layers, whole.layers, strict=True):
         for name in ("kept_keys", "values", "window_keys", "window_values"):
-            assert torch.equal(getattr(ours.store, name), getattr(expected.store, name))
+            assert torch.equal(getattr(ours.store.tensors, name), getattr(expected.store.tensors, name))
 
 
 def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, monkeypatch):
