@@ -18,8 +18,8 @@ from safetensors.torch import load
 
 from .configuration_leank import LeanKSettings
 from .constants_leank import Constants
+from .files_leank import MASK_FILE, is_mask_file
 from .fp8_leank import EXPONENTS, SCALE_NAMES
-from .mask_file_leank import MASK_FILE, is_mask_file
 
 _HINT = "copy or export the checkpoint again"
 

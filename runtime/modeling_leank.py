@@ -16,14 +16,13 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel,
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from .adapter_leank import OTHER_HEADS, fits_heads
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
 from .configuration_leank import CACHE, config_class_of, read_settings, stock_class
+from .files_leank import MASK_FILE, OTHER_HEADS, carry_mask_file, find_mask_file, fits_heads
 from .fused_step_leank import own_storages
 from .generate_leank import KIND, GenerateMixin
-from .mask_file_leank import MASK_FILE, carry_mask_file, find_mask_file
 from .parts_leank import load_part
 
 logger = logging.get_logger(__name__)

@@ -14,8 +14,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.worker.gpu_worker import Worker
 
-from leank_convert._runtime.adapter_leank import OTHER_HEADS, fits_heads
-from leank_convert._runtime.mask_file_leank import MASK_FILE
+from leank_convert._runtime.files_leank import MASK_FILE, OTHER_HEADS, fits_heads
 
 _load, _reload = WorkerLoRAManager._load_adapter, Worker.reload_weights
 

@@ -26,8 +26,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from leank_convert._runtime.configuration_leank import read_settings
+from leank_convert._runtime.files_leank import find_mask_file
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
-from leank_convert._runtime.mask_file_leank import find_mask_file
 from leank_convert._runtime.model_constants_leank import check_scales, load_mask_tensors
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, configs

@@ -18,7 +18,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from leank_convert._runtime.mask_file_leank import MASK_FILE
+from leank_convert._runtime.files_leank import MASK_FILE
 from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm import BACKEND, ahead, configs, layers, models, register
 from leank_convert.vllm.models import _LeanKForCausalLM

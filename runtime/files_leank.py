@@ -1,18 +1,26 @@
-"""Mask file of a checkpoint: finding it in a folder or on the hub, copying it."""
+"""Files beside a model's weights: the mask's, and a LoRA adapter's, which is made for one order of heads."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 MASK_FILE = "channel_mask.safetensors"
 _HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+OTHER_HEADS = (
+    "KV heads are in another order, or V in another basis, than in the model that an adapter was made for; "
+    "convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, with "
+    "`--trained-on-checkpoint` if it was trained on that"
+)
 
 
 def find_mask_file(source: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Path | None:
@@ -57,3 +65,27 @@ def carry_mask_file(found: Path | None, block: Mapping[str, Any], folder: Path) 
 
 def _digest(block: Mapping[str, Any]) -> Any:
     return block.get("files", {}).get(MASK_FILE)
+
+
+def fits_heads(adapter: object, leank: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Return whether an adapter changes the heads that it was trained on, in the directions that it was.
+
+    That of the original does if no head has moved and V is in its own basis. One that `leank-convert adapter`
+    made does for the order and the basis of one block. `adapter` is a folder, a repository, or what else
+    `load_adapter` was given, `options` its other arguments.
+    """
+    orders = [list(order) for order in leank["head_permutation"]]
+    is_folded = "value_widths" in leank and "value_basis" not in leank
+    mask = leank.get("files", {}).get(MASK_FILE, "") if is_folded else None
+    is_original = mask is None and all(order == sorted(order) for order in orders)
+    found = find_file(str(adapter), _ADAPTER_WEIGHTS, options) if isinstance(adapter, str | Path) else None
+    if found is None:
+        return is_original
+    try:
+        with safe_open(found, "pt") as file:
+            if "leank" not in (metadata := file.metadata() or {}):
+                return is_original
+            made_for = json.loads(metadata["leank"])
+            return bool(made_for["head_permutation"] == orders and made_for.get("mask") == mask)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        return is_original  # PEFT says what is wrong with it
