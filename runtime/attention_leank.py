@@ -78,7 +78,7 @@ class AttentionHandle:
             if step.split is not None:
                 self.layer.split(step)
                 if not step.num_decode:
-                    self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
+                    self.layer.kernels = self.layer.kernels_for(query[:, :, :1], s_aux)  # for later steps
             if step.num_decode:
                 scale = query.shape[3] ** -0.5 if scaling is None else scaling
                 values, basis = self.value[:, :, prompt:], self.layer.value_basis

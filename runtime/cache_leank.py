@@ -30,7 +30,7 @@ class LeanKCache(Cache):
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
-        graph: The captured decode step, and how often it served.
+        graph: The captured decode step, and how often it served; `graph.enabled` turns it on and off.
         pruned_layers: The layers that are pruned; `layers` are all.
         other_layers: The others by number, transformers' own, which a `MixedCache` has.
         step_mask: What a model takes as a prepared step's mask; None where all layers are pruned.
@@ -102,15 +102,6 @@ class LeanKCache(Cache):
             layer.kv_dtype = value
 
     @property
-    def use_graphs(self) -> bool:
-        """Whether decode steps may be captured and replayed; may be set at any time."""
-        return self.graph.enabled
-
-    @use_graphs.setter
-    def use_graphs(self, value: bool) -> None:
-        self.graph.enabled = value
-
-    @property
     def prefill_length(self) -> int | None:
         """Columns of the prompt, padding included; None if unknown.
 
@@ -162,10 +153,11 @@ class LeanKCache(Cache):
     def known_mask(self, num_columns: int) -> torch.Tensor | None:
         """Return which columns are real `[B, columns]`, so many new ones included, None without padding.
 
-        Pruned layers know it by themselves once the prompt is split.
+        Pruned layers know it by themselves once the prompt is split, others never do.
         """
-        total = self.get_seq_length() + num_columns
-        return None if self.rows.is_split else self.rows.extended_padding(None, total)
+        if self.rows.is_split and not self.other_layers:
+            return None
+        return self.rows.extended_padding(None, self.get_seq_length() + num_columns)
 
     def take_mask(self, attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
         """Return the mask of a pass of so many columns, all before them included; the known one for None.

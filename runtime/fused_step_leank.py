@@ -62,7 +62,7 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
     config, device = base.config, base.embed_tokens.weight.device
     for layer in cache.layers:
         heads = (0, config.num_attention_heads, 1, layer.layout.head_dim)
-        layer.choose_kernels(torch.empty(heads, dtype=dtype, device=device))
+        layer.kernels = layer.kernels_for(torch.empty(heads, dtype=dtype, device=device))
         if layer.kernels is None:
             return False
     try:

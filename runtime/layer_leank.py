@@ -141,11 +141,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         What is kept is cut from the autograd graph: gradients reach the input of one forward pass alone.
         """
-        if self.pending is None:
-            self.pending = (key.detach(), value.detach())
-            return key, value
-        key = torch.cat([self.pending[0], key], dim=2)
-        value = torch.cat([self.pending[1], value], dim=2)
+        if self.pending is not None:
+            key = torch.cat([self.pending[0], key], dim=2)
+            value = torch.cat([self.pending[1], value], dim=2)
         self.pending = (key.detach(), value.detach())
         return key, value
 
@@ -205,12 +203,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, None, self.kernels_for(query))
 
-    def choose_kernels(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
-        self.kernels = self.kernels_for(query, sinks)
-
     def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
-        """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
+        """Return the kernels for a query `[B, H, d, D]`, compiled if they never were; None is plain torch."""
         assert self.store is not None
         num_columns, cache_dtype = query.shape[2], self.store.tensors.kept_keys.dtype
         wants_gradients = torch.is_grad_enabled() and query.requires_grad

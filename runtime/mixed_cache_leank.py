@@ -70,10 +70,6 @@ class MixedCache(LeanKCache):
                 return f"a window of {window} tokens, in layers that are not pruned, is not full"
         return None
 
-    def known_mask(self, num_columns: int) -> torch.Tensor | None:
-        """Return which columns are real, as for a cache without other layers, also once it is split."""
-        return self.rows.extended_padding(None, self.get_seq_length() + num_columns)
-
     def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
         """Make what layers hold, and which columns are real, lie where captured steps find it."""
         self.settle()

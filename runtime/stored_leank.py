@@ -107,15 +107,14 @@ class StoreTensors(NamedTuple):
             key_mean, *scales = (None if own is None else own[:, :, None] for own in self.constants)
             return reread(centre(keys, key_mean), scales[0]), reread(values, scales[1])
         (num_rows, _, num_tokens, _), device = keys.shape, keys.device
-
-        def scratch(pool: torch.Tensor) -> torch.Tensor:
-            return pool.new_zeros(num_rows, pool.shape[1], num_tokens, pool.shape[3])
-
         # A page for every row's tokens.
         page, place = torch.meshgrid(
             torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device), indexing="ij"
         )
-        store = self.map_memory(scratch)._replace(page_table=page[:, :1], window_table=page[:, :1])
+        store = self.map_memory(
+            lambda pool: pool.new_zeros(num_rows, pool.shape[1], num_tokens, pool.shape[3])
+        )
+        store = store._replace(page_table=page[:, :1], window_table=page[:, :1])
         store.write(keys.transpose(1, 2), values.transpose(1, 2), layout, (page, place), (page, place))
         rows = (StoredRow(store, layout, row, num_tokens, 0, 0).dense(keys.dtype) for row in range(num_rows))
         read_keys, read_values = zip(*rows, strict=True)
