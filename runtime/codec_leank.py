@@ -131,10 +131,11 @@ class Int4(Codec):
         num_chunks, num_runs = self.index.shape
         if not num_chunks:
             return stored.new_empty(len(stored), 0, *stored.shape[2:-1], self.size, dtype=self.dtype)
-        extremes, codes, _ = stored.split([self._num_extremes, self._num_codes, self._num_spare], dim=-1)
+        sizes = [self._num_extremes, self._num_codes, self._num_spare]
+        extremes, codes, _ = torch.split(stored, sizes, dim=-1)
+        shaped = (extremes.view(self.dtype), self.count_groups, 2), (codes, num_chunks, -(-self.size // 2))
         extremes, codes = (
-            part.unflatten(-1, size).transpose(1, -2).squeeze(-2)
-            for part, size in ((extremes.view(self.dtype), (-1, 2)), (codes, (num_chunks, -1)))
+            part.view(*part.shape[:-1], *size).transpose(1, -2).squeeze(-2) for part, *size in shaped
         )
         numbers = torch.cat([codes & _LARGEST_CODE, codes >> 4], dim=-1)[..., : self.size]
         numbers = numbers.reshape(*numbers.shape[:-1], num_runs, self.size // num_runs).float()

@@ -54,7 +54,7 @@ class ChunkStore:
                 size = (sum(runs), chunks, tables.page_size, width)
                 pools.append(torch.zeros(size, dtype=stored, device=device))
         # What append and attention take. Another one whenever a tensor becomes another, like `addresses`.
-        self.tensors = StoreTensors(*pools, index, table, *tables.on(device), *constants, codecs)
+        self.tensors = StoreTensors._make([*pools, index, table, *tables.on(device), *constants, codecs])
         self.addresses = object()
 
     def copy_memory(self) -> None:

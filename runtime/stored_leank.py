@@ -171,7 +171,7 @@ class StoredRow:
         keys[place, channels[num_lanes:]] = self._take("window_keys", self.whole).flatten(1).to(dtype)
         dropped = torch.tensor(layout.dropped_value_index, dtype=torch.long, device=device)
         values[place, dropped] = self._take("window_values", self.whole).to(dtype)
-        keys, values = keys[:, :num_channels].unflatten(1, size), values.view(len(tokens), *size)
+        keys, values = (part.view(len(tokens), *size) for part in (keys[:, :num_channels], values))
         for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
             if scale is not None:
                 states.mul_(self._own(scale))

@@ -262,10 +262,8 @@ class Conversation:
         """Hold all logits to the rule, and what the cache holds to its dtype."""
         dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "auto": self.pair.leank.dtype}
         for layer in self.cache.pruned_layers:
-            held = (
-                set() if layer.store is None else {getattr(layer.store.tensors, name).dtype for name in POOLS}
-            )
-            assert held <= {dtype[self.cache.kv_dtype]}
+            held = [] if layer.store is None else [getattr(layer.store.tensors, name) for name in POOLS]
+            assert {pool.dtype for pool in held} <= {dtype[self.cache.kv_dtype]}
         for row, expected in zip(self.rows, self.expected(), strict=True):
             if row.tokens:
                 assert_close(self.pair.leank, torch.stack(row.logits), expected)

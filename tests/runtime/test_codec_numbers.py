@@ -72,10 +72,10 @@ def test_int4_is_rounded_as_evaluate_rounds_it(dtype, head_dim, chunk_size):
     chunks = states.reshape(3, 70, 2 * num_chunks, chunk_size)
     for given, rows_per_head in ((states, 1), (chunks, num_chunks)):
         codec = Int4(dtype, [rows_per_head] * 2, given.shape[-1], torch.device("cpu"))
-        packed, size = codec.pack(given).flatten(0, 1), dtype.itemsize
-        num_bytes = 2 * -(-head_dim // 32) * 2 * size + given.shape[2] * -(-given.shape[-1] // 2)
-        assert packed.dtype == torch.uint8 and packed.shape[1:] == (1, -(-num_bytes // size) * size)
-        assert codec.pool_of(*given.shape[2:]) == (*packed.shape[1:], torch.uint8)
+        packed = codec.pack(given).flatten(0, 1)
+        num_bytes = 4 * -(-head_dim // 32) * dtype.itemsize + given.shape[2] * -(-given.shape[-1] // 2)
+        pool = 1, -(-num_bytes // dtype.itemsize) * dtype.itemsize, torch.uint8
+        assert (*packed.shape[1:], packed.dtype) == codec.pool_of(*given.shape[2:]) == pool
         read = codec.read(packed).view(states.shape).transpose(1, 2)
         assert torch.equal(read.isnan(), expected.isnan())
         assert torch.equal(read.nan_to_num(9), expected.nan_to_num(9))
