@@ -7,7 +7,6 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 # Read when huggingface_hub is imported, so they are set before anything imports it.
@@ -32,13 +31,13 @@ with torch.device("meta"):
     torch.empty(0)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     group = parser.getgroup("fuzzing", "tests/integration/test_fuzzing.py")
     group.addoption("--fuzz-cases", type=int, default=500, help="how many mutated inputs are tried")
     group.addoption("--fuzz-seed", type=int, default=0, help="what they are drawn from")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:
@@ -46,14 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is loaded by now stays, and is not looked through at every collection that a program asks for."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poison_uninitialised_memory(monkeypatch):
     """Fill what `torch.empty` and its kin return with NaN, so that reading it shows."""
 
     def poisoned(allocate):
@@ -70,34 +69,32 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_device_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_device_to_choose(monkeypatch):
     """Kernels are launched on the device that there is, a CPU."""
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 @pytest.fixture(scope="session")
-def testbed_tokenizer() -> PreTrainedTokenizerFast:
+def testbed_tokenizer():
     """The shipped model's, a token a word; not to be changed."""
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL_DIR)
     return tokenizer
 
 
 @pytest.fixture(scope="session")
-def retriever_folder(
-    tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: PreTrainedTokenizerFast
-) -> Path:
+def retriever_folder(tmp_path_factory, testbed_tokenizer):
     """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
     return tiny_folder(tmp_path_factory.mktemp("models") / "retriever", testbed_tokenizer)
 
 
 @pytest.fixture(scope="session")
-def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+def once_per_run(tmp_path_factory):
     """Makes a folder by its name, once for all workers: `once_per_run("name", make)`. Not to be changed."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # what the workers of a run share
 
-    def get(name: str, make: Callable[[Path], object]) -> Path:
+    def get(name, make):
         folder = root / "shared" / name
         folder.parent.mkdir(exist_ok=True)
         with (root / "shared" / f"{name}.lock").open("w") as lock:
@@ -113,13 +110,13 @@ def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Cal
 
 
 @pytest.fixture(scope="session")
-def retriever_mask() -> ChannelMask:
+def retriever_mask():
     """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
     return ChannelMask(random_mask([[7, 0], [4, 4]]))
 
 
 @pytest.fixture(scope="session")
-def retriever_mean(retriever_folder: Path, retriever_mask: ChannelMask) -> ChannelMask:
+def retriever_mean(retriever_folder, retriever_mask):
     """The same channels, of keys less a large mean, with windows of 3, 6 and 4 tokens."""
     channels = retriever_mask.channel_mask
     mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
@@ -128,14 +125,12 @@ def retriever_mean(retriever_folder: Path, retriever_mask: ChannelMask) -> Chann
 
 
 @pytest.fixture(scope="session")
-def retriever_centred(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mean: ChannelMask
-) -> Path:
+def retriever_centred(once_per_run, retriever_folder, retriever_mean):
     """A checkpoint of it whose keys are cached less their mean in `checkpoint`, and its graph in `onnx`."""
     from leank_convert.export import export_checkpoint
     from leank_convert.onnx import export_onnx
 
-    def make(out: Path) -> None:
+    def make(out):
         export_checkpoint(retriever_folder, retriever_mean, out / "checkpoint")
         export_onnx(out / "checkpoint", None, out / "onnx")
 
@@ -143,7 +138,7 @@ def retriever_centred(
 
 
 @pytest.fixture(scope="session")
-def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
+def shipped_checkpoint(once_per_run):
     """The shipped model with heads of many widths; of prompts below 250 tokens nothing is pruned."""
     from leank_convert.export import export_checkpoint
 
@@ -154,19 +149,19 @@ def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_report(monkeypatch):
     """Masks are written without their report, which takes longer to draw than a toy to train."""
     monkeypatch.setattr("leank_convert.train.loop.write_report", lambda *_: None)
 
 
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+def copy_of(tmp_path):
     """Copies a folder, so that it may be changed: `copy_of(folder)`."""
     return lambda folder: Path(shutil.copytree(folder, tmp_path / folder.name))
 
 
 @pytest.fixture(scope="session")
-def shipped_onnx(once_per_run: Callable[..., Path], shipped_checkpoint: Path) -> Path:
+def shipped_onnx(once_per_run, shipped_checkpoint):
     """An ONNX folder of it."""
     from leank_convert.onnx import export_onnx
 

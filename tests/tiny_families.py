@@ -1,7 +1,5 @@
 """What tiny random models of the families need beyond the sizes that all have in common."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from leank_convert.families import ARCHITECTURES
 
@@ -76,12 +74,12 @@ FAMILIES = [
 ]
 
 
-def some_families(*names: str) -> list[Any]:
+def some_families(*names):
     """Rows of `FAMILIES` by their names, where not every family adds something."""
     return [row for row in FAMILIES if row.id in names]
 
 
-def batch() -> dict[str, torch.Tensor]:
+def batch():
     """Two rows for a tiny model, one with padding at its left."""
     ids = torch.randint(4, 64, (2, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -89,7 +87,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer():
     """Of four special tokens and sixty words, a token a word."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(60))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -97,7 +95,7 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16, seed: int = 0) -> torch.Tensor:
+def random_mask(widths, head_dim=16, seed=0):
     """Draw a mask, bool [L, H_kv, D], that keeps so many channels per layer and head."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
@@ -107,21 +105,17 @@ def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16, seed: int =
     return mask
 
 
-def three_layers(family: str) -> dict[str, Any]:
+def three_layers(family):
     """Config of three layers with full attention, in a family of mixed layers with others behind."""
     if "layer_types" not in OPTIONS.get(family, {}):
         return {"num_hidden_layers": 3}
     return {"layer_types": ["full_attention", *ARCHITECTURES[family].other_layers] * 3}
 
 
-def tiny_model(family: str, *, seed: int = 1, std: float = 0.25, **config: Any) -> PreTrainedModel:
-    """A frozen model of random weights, its attention far from uniform.
+def tiny_model(family, *, seed=1, std=0.25, **config):
+    """A frozen model of random weights, its attention far from uniform; `std` is of weights but norms.
 
-    Args:
-        family: Its `model_type`.
-        seed: Of the weights.
-        std: Of the weights, norms aside.
-        **config: Keys of its config, and `dtype` and `attn_implementation`.
+    `config` are keys of its config, and `dtype` and `attn_implementation`.
     """
     options = {key: config.pop(key) for key in ("dtype", "attn_implementation") if key in config}
     values = {
@@ -147,32 +141,14 @@ def tiny_model(family: str, *, seed: int = 1, std: float = 0.25, **config: Any) 
     return model.eval().requires_grad_(False)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def weights_of(folder):
     """A written model's tensors by their names."""
     files = folder.glob("model*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def tiny_folder(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    family: str = "llama",
-    *,
-    shard_size: str = "1GB",
-    **changes: Any,
-) -> Path:
-    """Write a model of a few layers with random weights, and its tokenizer.
-
-    Args:
-        folder: Where it is written.
-        tokenizer: What it speaks.
-        family: Its `model_type`.
-        shard_size: Of a file of weights at most.
-        **changes: Of its config.
-
-    Returns:
-        The folder.
-    """
+def tiny_folder(folder, tokenizer, family="llama", *, shard_size="1GB", **changes):
+    """Write a model of random weights, by changes of its config, and its tokenizer; the folder."""
     model = tiny_model(family, seed=0, std=0.3, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,5 @@
 """Models built in memory."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,23 +15,14 @@ from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS
 from tests.tiny_families import random_mask
 
 
-def packed(masks: torch.Tensor) -> list[str]:
+def packed(masks):
     """Masks `[L, H_kv, D]` as a `leank` block has them."""
     return [np.packbits(mask.numpy(), axis=-1).tobytes().hex() for mask in masks]
 
 
 def build_pair(
-    masks: torch.Tensor | Sequence[Sequence[int]],
-    family: str = "Llama",
-    groups: int = 2,
-    sink: int = 3,
-    recent: int = 6,
-    flush: int = 4,
-    prune: str = "eager",
-    seed: int = 0,
-    head_dim: int = 16,
-    **config: Any,
-) -> ModelPair:
+    masks, family="Llama", groups=2, sink=3, recent=6, flush=4, prune="eager", seed=0, head_dim=16, **config
+):
     """Of masks, or of so many channels of each head."""
     masks = masks if isinstance(masks, torch.Tensor) else random_mask(masks, head_dim)
     num_pruned, num_kv_heads, head_dim = masks.shape
@@ -81,18 +71,18 @@ def build_pair(
 
 
 @pytest.fixture
-def model_pair() -> Callable[..., ModelPair]:
+def model_pair():
     return build_pair
 
 
 @pytest.fixture
-def coded_pair(model_pair: Callable[..., ModelPair]) -> Callable[..., ModelPair]:
+def coded_pair(model_pair):
     """A pair by what its cache codes, `coded_pair("fp8 static centred")`, keys of channels of many sizes.
 
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
     """
 
-    def code(codec: str, widths: Any = WIDTHS, *family: Any, head_dim: int = 16, **config: Any) -> ModelPair:
+    def code(codec, widths=WIDTHS, *family, head_dim=16, **config):
         kv_dtype, _, constants = codec.partition(" ")
         if kv_dtype == "int4" and not family:
             widths, head_dim = INT4_WIDTHS, 80
@@ -127,7 +117,7 @@ def coded_pair(model_pair: Callable[..., ModelPair]) -> Callable[..., ModelPair]
         pair.leank.config.leank = block
         return pair
 
-    def make(codec: str, *given: Any, **named: Any) -> ModelPair:
+    def make(codec, *given, **named):
         pair = code(codec, *given, **named)
         if "rotated" in codec:
             rotate_values(pair)
@@ -136,7 +126,7 @@ def coded_pair(model_pair: Callable[..., ModelPair]) -> Callable[..., ModelPair]
     return make
 
 
-def rotate_values(pair: ModelPair) -> None:
+def rotate_values(pair):
     """Have the cache rotate V into a basis, which is folded into the dense model that it is held to."""
     generator, head_dim = torch.Generator().manual_seed(2), pair.masks.shape[-1]
     directions = torch.randn(*pair.masks.shape, head_dim, dtype=torch.float64, generator=generator)
@@ -151,7 +141,7 @@ def rotate_values(pair: ModelPair) -> None:
 
 
 @pytest.fixture
-def model(model_pair: Callable[..., ModelPair]) -> Any:
+def model(model_pair):
     """Of two layers, whose heads keep as many channels as `WIDTHS` says."""
     return model_pair(WIDTHS).leank
 

@@ -4,17 +4,13 @@ What a conversation feeds to a model, and what it does to the cache, it does to 
 `check` then holds all logits to those of one pass over whole rows.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface
 
 from bin.baselines.int4 import assign_chunks
@@ -47,57 +43,45 @@ class ModelPair:
     masks: torch.Tensor  # bool [L, H_kv, D]
 
     @cached_property
-    def exact(self) -> Any:
+    def exact(self):
         """The dense model in float64, with the slow re-statement as its attention."""
         exact = copy.deepcopy(self.dense).double()
         exact.set_attn_implementation("slow_leank_restatement")
         return exact
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self):
         block = self.leank.config.leank
         return block["sink_size"], block["recent_size"], block["flush_size"]
 
 
 @dataclass
 class Row:
-    """The tokens of one row, and where the decoding rule has each of them.
+    """The tokens of one row, and where the decoding rule has each of them."""
 
-    Attributes:
-        sizes: Of sink, recent window and flush.
-        masks: Channels that it keeps, bool `[L, H_kv, D]`.
-        columns: For each column of the cache, whether it is a token of this row.
-        tokens: What was fed.
-        logits: What the model answered to each of them.
-        views: Of each token, the pruned and the whole tokens that it saw.
-        is_dense: Of each token, whether it saw keys and values as no cache changes them.
-        prompts: Tokens that its constants are of.
-        sink, pruned, recent: Tokens in the three regions, once the prompt is split.
-    """
+    sizes: tuple  # of sink, recent window and flush
+    masks: torch.Tensor  # channels that it keeps, bool `[L, H_kv, D]`
+    columns: list = field(default_factory=list)  # for each of the cache, whether it is a token of this row
+    tokens: list = field(default_factory=list)  # what was fed
+    logits: list = field(default_factory=list)  # what the model answered to each of them
+    views: list = field(default_factory=list)  # of each token, the pruned and the whole tokens that it saw
+    is_dense: list = field(default_factory=list)  # whether it saw keys and values as no cache changes them
+    prompts: list = field(default_factory=list)  # tokens that its constants are of
+    sink: list = field(default_factory=list)  # this and the next: tokens there, once the prompt is split
+    pruned: list = field(default_factory=list)
+    recent: list = field(default_factory=list)
 
-    sizes: tuple[int, int, int]
-    masks: torch.Tensor
-    columns: list[bool] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    views: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    is_dense: list[bool] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
-    sink: list[int] = field(default_factory=list)
-    pruned: list[int] = field(default_factory=list)
-    recent: list[int] = field(default_factory=list)
-
-    def look(self, others: Sequence[int] = (), is_dense: bool = False) -> None:
+    def look(self, others=(), is_dense=False):
         """Let the next token see what the regions hold, and others."""
         self.views.append(([*self.pruned], [*self.sink, *self.recent, *others]))
         self.is_dense.append(is_dense)
 
-    def read(self, count: int, is_dense: bool = True) -> None:
+    def read(self, count, is_dense=True):
         """Take tokens of a prompt, which see one another."""
         for _ in range(count):
             self.look(range(len(self.views) + 1), is_dense)
 
-    def split(self) -> None:
+    def split(self):
         """Prune the prompt."""
         sink_size, recent_size, _ = self.sizes
         rest = range(len(self.views))[sink_size:]
@@ -105,7 +89,7 @@ class Row:
         self.sink = [*range(len(self.views))[:sink_size]]
         self.pruned, self.recent = [*rest[: len(rest) - num_recent]], [*rest[len(rest) - num_recent :]]
 
-    def append(self, token: int) -> None:
+    def append(self, token):
         """Put one token behind the others, as DESIGN says."""
         sink_size, recent_size, flush_size = self.sizes
         if len(self.sink) < sink_size:
@@ -116,7 +100,7 @@ class Row:
                 self.pruned.append(self.recent.pop(0))
         self.recent.append(token)
 
-    def decode(self, count: int) -> None:
+    def decode(self, count):
         """Take tokens of one pass once a prompt was pruned; of a row that starts late they are its prompt."""
         new = [*range(len(self.views), len(self.views) + count)]
         if new and new[0] == 0:
@@ -131,7 +115,7 @@ class Row:
             for token in new:
                 self.append(token)
 
-    def crop(self, num_columns: int) -> None:
+    def crop(self, num_columns):
         """Forget the tokens of the last columns."""
         for _ in range(sum(self.columns[len(self.columns) - num_columns :])):
             for region in (self.tokens, self.logits, self.views, self.is_dense):
@@ -140,7 +124,7 @@ class Row:
                 (self.recent or self.sink).pop()
         del self.columns[len(self.columns) - num_columns :]
 
-    def view(self) -> torch.Tensor:
+    def view(self):
         """HIDDEN, PRUNED or WHOLE `[n, n]`, query by key."""
         view = torch.full((len(self.tokens), len(self.tokens)), HIDDEN)
         for query, (pruned, whole) in enumerate(self.views):
@@ -151,16 +135,14 @@ class Row:
 class Conversation:
     """Rows that are fed to a LeanK model, and moved, cropped, forked and joined."""
 
-    def __init__(
-        self, pair: ModelPair, num_rows: int = 1, side: str = "left", seed: int = 0, **options: Any
-    ) -> None:
+    def __init__(self, pair, num_rows=1, side="left", seed=0, **options):
         """Begin with a cache of so many rows, padded on that side; `options` are those of the cache."""
         self.pair, self.side, self.seed = pair, side, seed
         self.cache = pair.leank.build_cache(**options)
         self.rows = [Row(pair.sizes, pair.masks) for _ in range(num_rows)]
         self.is_split, self.tells_padding = False, True
 
-    def feed(self, *counts: int) -> Conversation:
+    def feed(self, *counts):
         """Feed so many new tokens to each row in one pass, or as many to all."""
         if len(counts) == 1:
             counts *= len(self.rows)
@@ -193,13 +175,13 @@ class Conversation:
             self._restate(counts, start, prefill_length)
         return self
 
-    def turns(self, *passes: int | Sequence[int]) -> Conversation:
+    def turns(self, *passes):
         """Feed one pass after the other, each as `feed` takes it."""
         for counts in passes:
             self.feed(*([counts] if isinstance(counts, int) else counts))
         return self
 
-    def _restate(self, counts: Sequence[int], start: int, prefill_length: int | None) -> None:
+    def _restate(self, counts, start, prefill_length):
         """Do to every row's lists what a pass does."""
         if not self.is_split:
             in_prompt = start < prefill_length if prefill_length is not None else max(counts) > 1 or not start
@@ -217,29 +199,29 @@ class Conversation:
         for row, count in zip(self.rows, counts, strict=True):
             row.decode(count)
 
-    def crop(self, num_columns: int) -> None:
+    def crop(self, num_columns):
         """Take columns back."""
         self.cache.crop(-num_columns)
         for row in self.rows:
             row.crop(num_columns)
 
-    def move(self, method: str, argument: Any, rows: Sequence[int]) -> None:
+    def move(self, method, argument, rows):
         """Call a method of the cache that leaves it with these rows of before."""
         getattr(self.cache, method)(argument)
         self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
 
-    def reorder(self, *rows: int) -> None:
+    def reorder(self, *rows):
         """As beams are."""
         self.move("reorder_cache", torch.tensor(rows), rows)
 
-    def choose_channels(self, masks: Sequence[torch.Tensor]) -> None:
+    def choose_channels(self, masks):
         """Keep channels of every row's own, bool `[L, H_kv, D]` each."""
         for row, own in zip(self.rows, masks, strict=True):
             row.masks = own
         for index, layer in enumerate(self.cache.pruned_layers):
             layer.set_channel_mask(torch.stack([own[index] for own in masks]))
 
-    def fork(self, **sizes: int) -> Conversation:
+    def fork(self, **sizes):
         """Go on from here a second time, with other windows."""
         forked = copy.copy(self)
         forked.cache = fork(self.cache, **sizes)
@@ -249,7 +231,7 @@ class Conversation:
             row.sizes = tuple(sizes.get(name, size) for name, size in given)
         return forked
 
-    def join(self, *others: Conversation, num_reserved: int = 0) -> Conversation:
+    def join(self, *others, num_reserved=0):
         """Put the rows of several in one, shorter ones padded on the left."""
         self.cache = concatenate([talk.cache for talk in (self, *others)], num_reserved)
         self.rows = [row for talk in (self, *others) for row in talk.rows]
@@ -258,7 +240,7 @@ class Conversation:
             row.columns = [False] * (longest - len(row.columns)) + row.columns
         return self
 
-    def check(self) -> None:
+    def check(self):
         """Hold all logits to the rule, and what the cache holds to its dtype."""
         dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "auto": self.pair.leank.dtype}
         for layer in self.cache.pruned_layers:
@@ -268,7 +250,7 @@ class Conversation:
             if row.tokens:
                 assert_close(self.pair.leank, torch.stack(row.logits), expected)
 
-    def expected(self, masks: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def expected(self, masks=None):
         """Logits of every row by the rule, float64 `[n, vocab]`; of other masks if they are given."""
         restated = Restatement(self)
         if masks is not None:
@@ -286,7 +268,7 @@ class Conversation:
 class Restatement:
     """What the slow attention is told: rows, and behind them the prompts that their constants are of."""
 
-    def __init__(self, talk: Conversation) -> None:
+    def __init__(self, talk):
         self.model, self.cache = talk.pair.leank, talk.cache
         self.rows = copy.deepcopy(talk.rows)
         self.prompts: dict[tuple[int, ...], int] = {}
@@ -297,7 +279,7 @@ class Restatement:
                 self.rows.append(ghost)
         self.layers = {layer.layer_idx: place for place, layer in enumerate(self.cache.pruned_layers)}
 
-    def kept_values(self, place: int) -> torch.Tensor:
+    def kept_values(self, place):
         """Channels of V that pruned tokens keep, bool `[H_kv, D]`."""
         masks, block = self.rows[0].masks[place], self.model.config.leank
         widths = (
@@ -305,9 +287,7 @@ class Restatement:
         )
         return torch.arange(masks.shape[1]) < widths[:, None]
 
-    def stored(
-        self, index: int, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def stored(self, index, layer_idx, key, value):
         """Keys and values `[H_kv, n, D]` of a row as its cache gives them back, and the mean they lack."""
         row, place = self.rows[index], self.layers[layer_idx]
         count, kv_dtype = len(row.tokens), self.cache.kv_dtype
@@ -347,7 +327,7 @@ class Restatement:
         return keys, values, mean
 
 
-def slow_scale(states: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
+def slow_scale(states, is_shared=False):
     """Of every channel `[H_kv, D]`, number by number, or one that all of a head share."""
     largest = states.abs().amax(1)
     if is_shared:
@@ -359,7 +339,7 @@ def slow_scale(states: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
     return scale
 
 
-def in_eight_bits(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def in_eight_bits(numbers, scale):
     """Clamp and round to the nearest number of e4m3, of two as near to the one whose last bit is 0."""
     magnitude = (numbers.double() / scale.double()).abs().clamp(max=448)
     table = torch.tensor(NUMBERS, dtype=torch.float64)
@@ -371,9 +351,7 @@ def in_eight_bits(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (nearest.copysign(numbers.double()) * scale.double()).to(numbers.dtype)
 
 
-def slow_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
+def slow_attention(module, query, key, value, _, **kwargs):
     """Attend over whole rows `[B, heads, n, D]`, pruned pairs by their kept channels alone, head by head.
 
     A layer with a sliding window sees the last tokens within it, whatever the others do.

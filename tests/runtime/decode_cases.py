@@ -1,9 +1,6 @@
 """Decode steps on random data that no cache comes to hold: any pages and lengths, NaN where no token lies."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +8,6 @@ from typing import Any
 import torch
 
 from runtime.constants_leank import Constants
-from runtime.decode_kernels_leank import DecodeKernels
 from runtime.fp8_leank import as_bytes, quantise
 from runtime.kernel_key_leank import TILE
 from runtime.layout_leank import ChunkLayout, cut_layers, order_channels
@@ -23,33 +19,20 @@ from tests.runtime.stand_ins import PlainKernels
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One decode step on random data: a cache that lacks every row's new tokens, and these tokens.
+    """One decode step on random data: a cache that lacks every row's new tokens, and these tokens."""
 
-    Attributes:
-        layout: How channels are cut into chunks.
-        sink_size: Tokens at the front that are never pruned.
-        query: `[B, H, d, D]`.
-        keys: New tokens `[B, H_kv, d, D]`, NaN at padding.
-        values: `[B, H_kv, d, D]`.
-        valid: Columns that are no padding `[B, d]`, bool; None if all are.
-        store: K and V on shuffled pages, NaN where no token lies.
-        seen: Tokens that a column sees, itself among them `[B, d]`, int32.
-        pruned: Pruned ones among them `[B, d]`, int32.
-        sinks: Logits of attention sinks `[H]`; None without any.
-    """
+    layout: ChunkLayout  # how channels are cut into chunks
+    sink_size: int  # tokens at the front that are never pruned
+    query: torch.Tensor  # `[B, H, d, D]`
+    keys: torch.Tensor  # new tokens `[B, H_kv, d, D]`, NaN at padding
+    values: torch.Tensor  # `[B, H_kv, d, D]`
+    valid: torch.Tensor | None  # columns that are no padding `[B, d]`, bool; None if all are
+    store: StoreTensors  # K and V on shuffled pages, NaN where no token lies
+    seen: torch.Tensor  # tokens that a column sees, itself among them `[B, d]`, int32
+    pruned: torch.Tensor  # pruned ones among them `[B, d]`, int32
+    sinks: torch.Tensor | None = None  # logits of attention sinks `[H]`
 
-    layout: ChunkLayout
-    sink_size: int
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    valid: torch.Tensor | None
-    store: StoreTensors
-    seen: torch.Tensor
-    pruned: torch.Tensor
-    sinks: torch.Tensor | None = None
-
-    def appended(self) -> StoreTensors:
+    def appended(self):
         """Return the store with the new tokens in it, by plain indexing."""
         store = self.store.map_memory(torch.clone)
         head_dim, num_groups = self.layout.head_dim, self.query.shape[1] // self.keys.shape[1]
@@ -57,25 +40,25 @@ class DecodeCase:
         plain.append(self.keys, self.values, store, self.seen, self.valid)
         return store
 
-    def of_one_checkpoint(self) -> DecodeCase:
+    def of_one_checkpoint(self):
         """Return the case with one set of scales for all rows, as a checkpoint's are."""
         scales = {name: getattr(self.store, name)[:1] for name in ("key_scale", "value_scale")}
         return replace(self, store=self.store._replace(**scales))
 
-    def is_appended_by(self, kernels: DecodeKernels) -> bool:
+    def is_appended_by(self, kernels):
         """Whether the new tokens end up where they belong, FP8 to the byte, and nothing else changes."""
         store = self.store.map_memory(torch.clone)
         kernels.append(self.keys, self.values, store, self.seen, self.valid)
         pairs = zip(store[:8], self.appended()[:8], strict=True)
         return all(torch.equal(*(as_bytes(part).nan_to_num(9e9) for part in pair)) for pair in pairs)
 
-    def expected(self, softmax_scale: float) -> torch.Tensor:
+    def expected(self, softmax_scale):
         """Return what the naive reference gives after the append, fp64 `[B, H, d, D]`."""
         given = self.query, self.appended(), self.seen, self.pruned
         options = {"sink_size": self.sink_size, "softmax_scale": softmax_scale, "sinks": self.sinks}
         return attend_naively(*given, layout=self.layout, **options)
 
-    def check(self, ours: torch.Tensor, softmax_scale: float, rows: object = slice(None)) -> None:
+    def check(self, ours, softmax_scale, rows=slice(None)):
         """Hold attention to the rule in float64: at most twice the error that torch makes in its dtype."""
         error = (ours.double() - self.expected(softmax_scale)).abs()
         if self.valid is not None:
@@ -86,7 +69,7 @@ class DecodeCase:
 
 
 @functools.cache
-def torchs_error(dtype: torch.dtype, head_dim: int, softmax_scale: float) -> float:
+def torchs_error(dtype, head_dim, softmax_scale):
     """The error of dense SDPA in a dtype, over rows as short and as long as those of the tests."""
     generator = torch.Generator().manual_seed(0)
     errors = []
@@ -103,22 +86,22 @@ def torchs_error(dtype: torch.dtype, head_dim: int, softmax_scale: float) -> flo
 
 
 def make_case(
-    channel_mask: torch.Tensor,
-    rows: Sequence[tuple[int, ...]],
+    channel_mask,
+    rows,
     *,
-    chunk_size: int,
-    num_groups: int,
-    sink_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    num_columns: int = 1,
-    valid: torch.Tensor | None = None,
-    page_sizes: tuple[int, int] = (TILE, TILE),
-    cache_dtype: torch.dtype | None = None,
-    has_sinks: bool = False,
-    value_widths: tuple[int, ...] | None = None,
-) -> DecodeCase:
+    chunk_size,
+    num_groups,
+    sink_size,
+    dtype,
+    device,
+    seed=0,
+    num_columns=1,
+    valid=None,
+    page_sizes=(TILE, TILE),
+    cache_dtype=None,
+    has_sinks=False,
+    value_widths=None,
+):
     """Make a decode step on random data, with a mean of keys and with scales of every row's own.
 
     A row of `rows` is tokens, new ones counted, and pruned ones among them: one number for all columns, or
@@ -131,10 +114,10 @@ def make_case(
     layout = replace(layout, chunk_size=chunk_size)
     generator = torch.Generator(device).manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    def random_scale() -> torch.Tensor | None:
+    def random_scale():
         if cache_dtype is None:
             return None
         size = (batch_size, num_heads, head_dim)
@@ -195,7 +178,7 @@ def make_case(
     )
 
 
-def run_turn(kernels: DecodeKernels | None, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
+def run_turn(kernels, case, softmax_scale):
     """Attend to stored tokens, and to new ones that are not stored yet; None is plain torch."""
     spans = torch.stack([case.seen[:, -1] - case.seen.shape[1], case.pruned[:, 0]], 1).tolist()
     store: Any = SimpleNamespace(tensors=case.store, layout=case.layout)
@@ -205,7 +188,7 @@ def run_turn(kernels: DecodeKernels | None, case: DecodeCase, softmax_scale: flo
     return attend_turn(case.query, *new, store, append, softmax_scale, case.sinks, kernels)
 
 
-def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
+def run_case(kernels, case, softmax_scale):
     """Append and attend by kernel; return the output `[B, H, d, D]`. The case's store is left as it is."""
     store, sink_size = case.store.map_memory(torch.clone), case.sink_size
     plan = kernels.plan(case.seen, case.pruned, sink_size)

@@ -7,20 +7,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from runtime.capture_leank import GraphMemory
 from runtime.fp8_leank import as_bytes, quantise
 
 
 class Recorder(TorchDispatchMode):
     """Runs operations, writes them down, and remembers what memory held before it was overwritten."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.operations: list[Any] = []
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.made: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise RuntimeError("the host asked for a value during a capture")
@@ -57,18 +56,18 @@ class RecordedGraph:
     device_type = "cpu"
     failures: list[BaseException]
 
-    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+    def __init__(self, device, memory):
         self._recorder = Recorder()
 
     @staticmethod
-    def is_capturing() -> bool:
+    def is_capturing():
         return False
 
     @staticmethod
-    def stream_of(device: torch.device) -> int:
+    def stream_of(device):
         return 0
 
-    def capture(self, function: Any) -> Any:
+    def capture(self, function):
         try:
             with self._recorder:
                 output = function()
@@ -79,7 +78,7 @@ class RecordedGraph:
                 storage.copy_(content)
         return output
 
-    def replay(self) -> None:
+    def replay(self):
         for func, args, kwargs, results in self._recorder.operations:
             new = tree_flatten(func(*args, **kwargs))[0]
             for index, old in results:
@@ -89,7 +88,7 @@ class RecordedGraph:
 class PlainKernels:
     """The kernels' interface in plain torch: lengths and pages are read from tensors alone, head by head."""
 
-    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
+    def __init__(self, head_dim, num_groups, chunk_size, **_):
         self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
 
     def plan(self, seen, pruned, sink_size):

@@ -1,7 +1,5 @@
 """The `leank` block: what is wrong with it is said when the config is read."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from runtime.configuration_leank import (
 from runtime.windows_leank import Windows
 
 
-def block(**changes: Any) -> dict[str, Any]:
+def block(**changes):
     good = {
         "format_version": 1,
         "widths": [[0, 16], [8, 8]],
@@ -33,7 +31,7 @@ def block(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**good, **changes}.items() if value != "absent"}
 
 
-def sizes(**changes: Any) -> dict[str, Any]:
+def sizes(**changes):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     return {"num_hidden_layers": 2, "hidden_size": 64, **heads, **changes}
 

@@ -1,7 +1,6 @@
 """Masks, tokens and settings of tiny models, how they are fed, and how close their logits have to be."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,45 +18,35 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tok
 ERRORS: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+def ids(rows, length, seed=0):
     """Tokens `[rows, length]`."""
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def padded(length: int, count: int = 7, *others: int, rows: int = 2) -> torch.Tensor:
+def padded(length, count=7, *others, rows=2):
     """A mask of rows, of which the second begins with so much padding, and has more in other columns."""
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[1, [*range(count), *others]] = 0
     return mask
 
 
-def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
+def everything(layers=2, heads=2, head_dim=16):
     """Masks of which all channels are kept."""
     return torch.ones(layers, heads, head_dim, dtype=torch.bool)
 
 
-def one_row(length: int = 21) -> torch.Tensor:
+def one_row(length=21):
     """The beginning of one prompt, as a batch."""
     return ids(1, length, 5)
 
 
 @torch.no_grad()
-def feed(model: Any, tokens: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+def feed(model, tokens, cache=None, **options):
     """One pass of a model over tokens, with its cache."""
     return model(tokens, cache=cache, use_cache=True, **options)
 
 
-def feed_turns(
-    model: Any,
-    cache: Any,
-    turns: Sequence[int],
-    mask: torch.Tensor | None = None,
-    *,
-    tokens: torch.Tensor | None = None,
-    embeds: bool = False,
-    positions: bool = True,
-    **options: Any,
-) -> torch.Tensor:
+def feed_turns(model, cache, turns, mask=None, *, tokens=None, embeds=False, positions=True, **options):
     """Feed rows turn by turn, two of any tokens unless they are given; logits of all columns."""
     tokens = (ids(2, sum(turns), 3) if tokens is None else tokens).to(model.device)
     logits, start = [], 0
@@ -76,9 +65,7 @@ def feed_turns(
     return torch.cat(logits, 1)
 
 
-def feed_both(
-    model: Any, turns: Sequence[int], mask: torch.Tensor | None = None, **how: Any
-) -> tuple[Any, Any]:
+def feed_both(model, turns, mask=None, **how):
     """Feed turns with graphs and without, and hold the one to the other; both caches."""
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     ours, eager = (feed_turns(model, each, turns, mask, **how) for each in (cache, plain))
@@ -92,12 +79,12 @@ def feed_both(
     return cache, plain
 
 
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(ours, expected):
     """The largest difference, relative to the largest number that is expected."""
     return float((ours.detach() - expected).abs().max() / expected.abs().max())
 
 
-def torchs_error(model: Any) -> float:
+def torchs_error(model):
     """The error that plain torch makes in a model's dtype: its logits without a cache, against float64."""
     if model.dtype == torch.float64:
         return 5e-7  # of norms and rotary embeddings, which compute in float32
@@ -110,7 +97,7 @@ def torchs_error(model: Any) -> float:
     return ERRORS[model]
 
 
-def assert_close(model: Any, ours: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(model, ours, expected):
     """Hold logits of a model to exact ones: at most twice the error that torch makes in that dtype."""
     assert ours.shape == expected.shape
     error, limit = relative_error(ours, expected), 2 * torchs_error(model)

@@ -1,14 +1,10 @@
 """Checkpoints for vLLM, what their own runtime answers, and the engine in a process of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +61,31 @@ LONGEST_FIRST = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Let workers take files in the order of collection; xdist would begin with those of most tests."""
     config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Begin with the longest files, lest a worker takes up one of them when the others are done."""
     own = {HERE / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: own.get(item.path, len(own)))
 
 
-def random_mask(widths: Sequence[Sequence[int]], head_dim: int) -> ChannelMask:
+def random_mask(widths, head_dim):
     """Keep so many channels of each head, drawn at random."""
     return ChannelMask(tiny_families.random_mask(widths, head_dim))
 
 
 @pytest.fixture(scope="session")
-def shipped(once_per_run: Callable[..., Path]) -> Path:
+def shipped(once_per_run):
     """The shipped model, which speaks, with heads of many widths."""
     widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 8, 64]]
     mask = random_mask(widths, 64)
     return once_per_run("served_testbed", lambda out: export_checkpoint(MODEL_DIR, mask, out, **SIZES))
 
 
-def add_drafting_layer(file: Path, last_norm: str) -> None:
+def add_drafting_layer(file, last_norm):
     """Add the last of three layers once more, behind what joins a token with the states before it."""
     tensors = load_file(file)
     size, own = tensors["model.norm.weight"].shape[0], "model.layers.3"
@@ -101,13 +97,11 @@ def add_drafting_layer(file: Path, last_norm: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def random_checkpoint(
-    once_per_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def random_checkpoint(once_per_run, tmp_path_factory):
     """Makes a checkpoint of a family with random weights, whose answers depend on every channel."""
 
     @functools.cache
-    def make(model_type: str, kv_dtype: str | None = None, is_centred: bool = False) -> Path:
+    def make(model_type, kv_dtype=None, is_centred=False):
         source = tmp_path_factory.mktemp("sources") / model_type
         family = ARCHITECTURES[model_type]
         sizes = {
@@ -172,31 +166,31 @@ def random_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def checkpoint(random_checkpoint: Callable[..., Path]) -> Path:
+def checkpoint(random_checkpoint):
     """A Llama of random weights."""
     return random_checkpoint("llama")
 
 
 @pytest.fixture(scope="session")
-def centred(random_checkpoint: Callable[..., Path]) -> Path:
+def centred(random_checkpoint):
     """The same, whose keys have a mean that comes off them."""
     return random_checkpoint("llama", is_centred=True)
 
 
 @pytest.fixture(scope="session")
-def in_fp8(random_checkpoint: Callable[..., Path]) -> Path:
+def in_fp8(random_checkpoint):
     """That again, whose cache is in FP8."""
     return random_checkpoint("llama", "fp8", is_centred=True)
 
 
 @pytest.fixture(scope="session")
-def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted(checkpoint, tmp_path_factory):
     """A checkpoint, an adapter of its original, the same converted, and a checkpoint that has it merged."""
     root, rank, scale = tmp_path_factory.mktemp("adapters"), 4, 2
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
     mask = random_mask([[20, 0, 32, 13], [16, 0, 4, 0], [8, 32, 8, 32]], 32)  # all heads move
 
-    def export(name: str) -> None:
+    def export(name):
         model.save_pretrained(root / "source" / name)
         export_checkpoint(root / "source" / name, mask, root / name, **SIZES)
 
@@ -226,7 +220,7 @@ def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 VALUE_WIDTHS = [[0, 8, 16, 32], [0, 0, 24, 8], [16, 0, 8, 24]]
 
 
-def prune_values(folder: Path, out: Path) -> Path:
+def prune_values(folder, out):
     """Copy a checkpoint, and have V's first channels alone kept, as if they were the best directions."""
     out = shutil.copytree(folder, out)
     block = json.loads((out / "config.json").read_text())["leank"]
@@ -234,7 +228,7 @@ def prune_values(folder: Path, out: Path) -> Path:
     return out
 
 
-def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
+def prompts_of(folder, lengths):
     """Token ids without meaning, and no two prompts alike."""
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     return [
@@ -244,9 +238,7 @@ def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
 
 
 @functools.cache
-def answers_of(
-    folder: Path, *, dense: bool = False, lengths: tuple[int, ...] = LENGTHS, new: int = NEW
-) -> list[list[int]]:
+def answers_of(folder, *, dense=False, lengths=LENGTHS, new=NEW):
     """What the checkpoint's own runtime answers, one prompt at a time; or the dense model of its weights."""
     if dense:
         model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -265,19 +257,11 @@ def answers_of(
 class Said(dict):
     """What an engine said; of one that failed only its `error`, which any other key tells."""
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key):
         raise AssertionError(self.get("error", f"nothing was said of `{key}`"))
 
 
-def ask(
-    folder: Path,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    new: int = NEW,
-    rounds: Sequence[int | None] = (None,),
-    scores: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
+def ask(folder, *, lengths=LENGTHS, new=NEW, rounds=(None,), scores=False, **options):
     """A run on the folder's prompts, by options of the engine."""
     return {
         "options": {"model": str(folder), "skip_tokenizer_init": True, **ENGINE, **options},
@@ -288,7 +272,7 @@ def ask(
     }
 
 
-def run_python(*arguments: object, timeout: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments, timeout, **environment):
     """Run Python with vLLM's settings in a process of its own, which has to succeed."""
     settings = {**os.environ, **ENVIRONMENT, **environment}
     done = checks.run_python(*arguments, env=settings, timeout=timeout)
@@ -296,7 +280,7 @@ def run_python(*arguments: object, timeout: int, **environment: str) -> subproce
     return done
 
 
-def run_engines(runs: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, Said]:
+def run_engines(runs, **environment):
     """Runs of engines, one after the other in a process: that takes longer to start than they take.
 
     Whose drafts are n-grams has a process of its own: on a CPU without AVX-512 engines that came after it in
@@ -320,7 +304,7 @@ ROOM = {"kv_cache_memory_bytes": 64 << 20}
 LINEAR: dict[str, Any] = {"lengths": (170, 500), "new": 20, "dtype": "bfloat16", "scores": True, **ROOM}
 
 
-def logits_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
+def logits_of(model, prompts, answers):
     """What a model finds of every token in front of each token of the answers [N, T, V]."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -334,13 +318,13 @@ def logits_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) ->
     return torch.stack(found)
 
 
-def scores_of(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> torch.Tensor:
+def scores_of(model, prompts, answers):
     """How likely a model finds answers, token by token [N, T]."""
     scores = logits_of(model, prompts, answers).log_softmax(-1)
     return scores.gather(-1, torch.tensor(answers)[..., None])[..., 0]
 
 
-def gaps_of(folder: Path, answers: list[list[int]], lengths: Sequence[int] = LENGTHS) -> torch.Tensor:
+def gaps_of(folder, answers, lengths=LENGTHS):
     """How far the checkpoint's own runtime has each token of answers behind the likeliest, in nats [N, T].
 
     For caches in FP8: a number between two of FP8 is rounded by how it was added up, so of two tokens that
@@ -352,10 +336,10 @@ def gaps_of(folder: Path, answers: list[list[int]], lengths: Sequence[int] = LEN
 
 
 @pytest.fixture(scope="session")
-def hold_to_runtime() -> Callable[[Path, Said], None]:
+def hold_to_runtime():
     """Holds answers of an engine in bfloat16 to what that costs the checkpoint's own runtime."""
 
-    def hold(folder: Path, said: Said) -> None:
+    def hold(folder, said):
         asked = prompts_of(folder, LINEAR["lengths"]), said["answers"][-1]
         models = [
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)

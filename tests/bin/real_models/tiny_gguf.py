@@ -1,13 +1,10 @@
 """Tiny GGUFs of the forms of SmolLM2's and Qwen2.5-Coder's, written by the `gguf` library."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("h e", "he l", "Ġ Ġ", "1 2")  # the last one is never applied: digits are split before
@@ -36,7 +33,7 @@ CONFIGS = {
 }
 
 
-def make_model(architecture: str) -> PreTrainedModel:
+def make_model(architecture):
     """What a file holds; its weights are multiples of a power of two, which Q8_0 keeps as they are."""
     torch.manual_seed(0)
     stock = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
@@ -48,7 +45,7 @@ def make_model(architecture: str) -> PreTrainedModel:
     return model
 
 
-def metadata(architecture: str) -> dict[str, Any]:
+def metadata(architecture):
     """The keys of a file, as the library's writer takes them."""
     config = CONFIGS[architecture]
     shape = {
@@ -83,7 +80,7 @@ def metadata(architecture: str) -> dict[str, Any]:
     }
 
 
-def tensors(architecture: str) -> dict[str, torch.Tensor]:
+def tensors(architecture):
     """The weights by their names in the file, the rows of a query or key head in its order."""
     found = {}
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], SHAPE["num_hidden_layers"])
@@ -97,7 +94,7 @@ def tensors(architecture: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_gguf(path: Path, architecture: str) -> Path:
+def write_gguf(path, architecture):
     """Write a file; as in Qwen2.5-Coder's, the embedding has fewer bits than the head, where there is one."""
     writer = GGUFWriter(path, architecture)
     for key, value in metadata(architecture).items():

@@ -4,8 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,7 @@ TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %
 BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
 
 
-def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = BLOCKED, **options):
+def run_alone(folder, arguments, blocked=BLOCKED, **options):
     """Run the folder's own leank_onnx.py, from elsewhere, where `blocked` cannot be imported."""
     script = (
         "import runpy, sys\n"
