@@ -1,13 +1,14 @@
-"""A step's requests become rows of columns for the kernels, and prompts."""
+"""Requests of a step become rows of columns for the kernels, and prompts; how many tokens are pruned."""
 
 from itertools import accumulate
 
+import pytest
 import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.rows import Prompt, cut_requests, place_requests, uniform_rows
-from leank_convert.vllm.rule import pruned_tokens_of
+from leank_convert.vllm.rule import pruned_tokens, pruned_tokens_of
 
 SIZES = Windows(4, 8, 3)
 
@@ -119,3 +120,30 @@ def test_where_pages_round_a_short_prompt_attends_to_itself_too():
     groups, runs = cut([0, 3, 4, 7], [3, 1, 90], [3, 1, 90], most_columns=1)
     assert parts_of(runs) == [[Prompt(request=0, first=0, stop=3, num_tokens=3)]]
     assert columns_of(groups) == [(3, 1, 1, 0), *((4 + place, 2, 88 + place, 0) for place in range(3))]
+
+
+def by_appending(prompt, seen, sizes):
+    sink, recent, flush = sizes.sizes.values()
+    held, pruned = min(max(prompt - sink, 0), recent), max(prompt - sink - recent, 0)
+    for _ in range(max(prompt, sink), seen):
+        if held == recent + flush:
+            held, pruned = held - flush, pruned + flush
+        held += 1
+    return pruned
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1), (4, 8, 1), (4, 8, 3), (16, 64, 16), (5, 0, 7)], ids=str)
+@pytest.mark.parametrize("prompt", [1, 3, 12, 13, 40, 100])
+def test_queries_behind_the_prompt_see_what_the_runtime_has_pruned(prompt, sizes):
+    sizes = Windows(*sizes)
+    seen = torch.arange(prompt + 1, prompt + 80, dtype=torch.int32)[None]
+    expected = [by_appending(prompt, length, sizes) for length in seen[0].tolist()]
+    pruned = pruned_tokens(seen, torch.tensor([prompt], dtype=torch.int32), sizes)
+    assert pruned.dtype == torch.int32 and pruned[0].tolist() == expected
+    assert [pruned_tokens_of(length, prompt, sizes) for length in seen[0].tolist()] == expected
+
+
+def test_queries_of_the_prompt_see_every_token_whole():
+    seen = torch.arange(0, 101, dtype=torch.int32)[None]
+    assert not pruned_tokens(seen, torch.tensor([100], dtype=torch.int32), SIZES).any()
+    assert {pruned_tokens_of(length, 100, SIZES) for length in range(101)} == {0}

@@ -1,4 +1,4 @@
-"""How the shipped model is trained: what its batches hold and when they grow."""
+"""How the shipped model is trained and measured: what batches hold, when they grow, what is right."""
 
 import itertools
 import json
@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bin.testbed import held_out, train
+from bin.testbed.held_out import exact_match
 from bin.testbed.train import LENGTHS, Curriculum, TrainingPlan, training_sequence
-from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, USER, VOCABULARY
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, TASKS, USER, VOCABULARY, build_sample
 
 PLAN = TrainingPlan(steps=1000, tokens_per_step=2048)
 
@@ -85,3 +87,27 @@ def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypa
     assert tokenizer.get_vocab() == IDS and tokenizer.eos_token_id == model.config.eos_token_id
     kinds = getattr(model.config, "layer_types", ["full_attention"])
     assert kinds == plan.layer_types
+
+
+def test_exact_match_is_what_generate_gets_right():
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # spoilt, so that some answers are wrong
+        for parameter in model.parameters():
+            parameter += 0.48 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    right = dict.fromkeys(TASKS, 0)
+    for task in TASKS:
+        rng = random.Random(f"held-out/5/{task}/200/True")
+        for _ in range(5):
+            sample = build_sample(task, rng, 200, two_word_names=True)
+            chat = [{"role": "user", "content": sample.prompt}]
+            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            prompt = tokenizer.apply_chat_template(chat, **options)
+            output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+            right[task] += (
+                tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == f"{sample.answer} <|end|>"
+            )
+        measured = exact_match(model, task, 200, two_word_names=True, count=5, seed=5)
+        assert measured == right[task] / 5
+    assert 1 < sum(right.values()) < 14
