@@ -184,3 +184,23 @@ def prune_values(mask, folder, **changes):
 def section(**values):
     """A recipe's data section of short samples."""
     return DataSection(**{"min_length": 2000, "max_length": 4000, **values})
+
+
+def write(name, content=""):
+    """What puts a file into a folder, or another one in its place."""
+
+    def tamper(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return tamper
+
+
+def append(name):
+    """What puts an empty line behind a file's content."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
+
+
+def remove(name):
+    """What takes a file away."""
+    return lambda folder: (folder / name).unlink()

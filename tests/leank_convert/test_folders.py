@@ -38,20 +38,6 @@ NOT_REPLACED = {
 }
 
 
-@pytest.fixture
-def places(tmp_path, monkeypatch):
-    """The working folder, with all sorts of things in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "nowhere").symlink_to("gone")
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "to-file").symlink_to("file")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "linked.partial").symlink_to("..")
-    (tmp_path / "other.leank-lock").write_text("mine")
-    return tmp_path
-
-
 def names(folder):
     return sorted(path.name for path in folder.rglob("*"))
 
@@ -68,15 +54,26 @@ def names(folder):
     ],
     ids=lambda command: "-".join(command[::4]),
 )
-def test_commands_say_so_in_one_sentence_and_change_nothing(command, places):
-    np.save(places / "mask.npy", np.ones((2, 2, 8), dtype=bool))
-    before = names(places)
+def test_commands_say_so_in_one_sentence_and_change_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for link, target in (
+        ("loop", "loop"),
+        ("nowhere", "gone"),
+        ("to-file", "file"),
+        ("linked.partial", ".."),
+    ):
+        (tmp_path / link).symlink_to(target)
+    for name in ("file", "other.leank-lock"):
+        (tmp_path / name).write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    np.save(tmp_path / "mask.npy", np.ones((2, 2, 8), dtype=bool))
+    before = names(tmp_path)
     for out, reason in {**NOT_FOLDERS, **NOT_REPLACED}.items():
         told = rejected(*command, "-o", out)
         assert told.count("error: ") == 1, told
         if command[0] == "export":
-            assert reason in told.replace(f"{places}/", "")
-        assert names(places) == before, out
+            assert reason in told.replace(f"{tmp_path}/", "")
+        assert names(tmp_path) == before, out
 
 
 def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from leank_convert.trust import check_code, check_config
-from tests.checks import edit_json, refusal
-from tests.tampering import remove, write
+from tests.checks import edit_json, refusal, remove, write
 
 
 @pytest.fixture

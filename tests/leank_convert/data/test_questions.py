@@ -27,25 +27,19 @@ def answer_in(document, task, asked):
     return re.search(rf"Telegram number {asked} read: ([a-z ]+)\.", document).group(1)
 
 
-@pytest.fixture
-def messages(monkeypatch):
-    """Every user message that was tokenised, by what it became."""
-    found = {}
-
-    def recording(tokenizer, prompts):
-        encoded = encode_prompts(tokenizer, prompts)
-        found.update(zip(map(tuple, encoded), prompts, strict=True))
-        return encoded
-
-    monkeypatch.setattr(source, "encode_prompts", recording)
-    return found
-
-
 @every_task
 @pytest.mark.parametrize("num_questions", [1, 5])
 def test_prefix_and_question_are_the_tokens_of_a_prompt_and_answer_of_their_own(
-    tokenizer, messages, task, num_questions
+    tokenizer, task, num_questions, monkeypatch
 ):
+    messages = {}  # every user message that was tokenised, by what it became
+
+    def recording(tokenizer, prompts):
+        encoded = encode_prompts(tokenizer, prompts)
+        messages.update(zip(map(tuple, encoded), prompts, strict=True))
+        return encoded
+
+    monkeypatch.setattr(source, "encode_prompts", recording)
     data = section(tasks=[task], questions_per_context=num_questions)
     for index in range(2):
         sample = SampleSource(tokenizer, data, seed=3).draw(index)

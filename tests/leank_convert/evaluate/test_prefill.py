@@ -1,5 +1,7 @@
 """A batch's prefill: each row is what it would be alone, whatever the others' lengths."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,27 +24,14 @@ def prompts(*lengths):
     return [torch.randint(5, 300, (length,), generator=generator) for length in lengths]
 
 
-@pytest.fixture
-def masks(model, monkeypatch):
-    """What attention is given as its mask, in this model and in a stock one."""
-    seen = []
-
-    def recording(attend):
-        def record(module, query, key, value, attention_mask, **kwargs):
-            seen.append(attention_mask)
-            return attend(module, query, key, value, attention_mask, **kwargs)
-
-        return record
-
-    for name in (model.config._attn_implementation, "sdpa"):
-        attend = ALL_ATTENTION_FUNCTIONS[name]
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, recording(attend))
-    return seen
-
-
 @pytest.mark.parametrize("lengths", [(30, 30), (30, 17, 1)])
-def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
+def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, lengths, monkeypatch):
+    attends = []
+    for name in (model.config._attn_implementation, "sdpa"):  # this model's, and a stock one's
+        attends.append(Mock(wraps=ALL_ATTENTION_FUNCTIONS[name]))
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attends[-1])
     run_prefill(model, *pad_left(prompts(*lengths), CPU))
+    masks = [call.args[4] for attend in attends for call in attend.call_args_list]
     assert masks and all(mask is None for mask in masks)
 
 

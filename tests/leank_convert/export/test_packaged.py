@@ -32,18 +32,6 @@ ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddi
 
 
 @pytest.fixture
-def slim_llama(source_model):
-    """Llama-3.1-8B's layers, heads, rope and name, and little else of it."""
-    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    rope = {"rope_parameters": ROPE, "max_position_embeddings": 131072}
-    folder = source_model(dtype="bfloat16", shards=False, vocab_size=512, **heads, **rope)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(MODEL_DIR / file, folder)
-    edit_json(folder / "config.json", _name_or_path=LLAMA)
-    return folder
-
-
-@pytest.fixture
 def packaged(source_model, tmp_path, monkeypatch):
     """The folder of packaged masks, with two of a model `owner/Tiny` beside the real ones."""
     folder = tmp_path / "masks"
@@ -103,16 +91,23 @@ def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_fr
 
 
 def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_a_mask(
-    slim_llama, tmp_path, caplog
+    source_model, tmp_path, caplog
 ):
+    # Llama-3.1-8B's layers, heads, rope and name, and little else of it.
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_parameters": ROPE, "max_position_embeddings": 131072}
+    source = source_model(dtype="bfloat16", shards=False, vocab_size=512, **heads, **rope)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL_DIR / file, source)
+    edit_json(source / "config.json", _name_or_path=LLAMA)
     out = tmp_path / "out"
     with caplog.at_level(logging.INFO, logger="leank_convert"):
-        result = run("export", slim_llama, "-o", out)
+        result = run("export", source, "-o", out)
     assert result.exit_code == 0 and result.stdout == f"{out}\n", result.output
     (note,) = caplog.messages
     assert f"`llama-3.1-8b-instruct-70` of the package, made by the authors of LeanK for {LLAMA} (" in note
     assert "MIT License, Copyright (c) Microsoft Corporation); `config.json` calls this model so" in note
-    assert verify_checkpoint(out, source=slim_llama).ok
+    assert verify_checkpoint(out, source=source).ok
     leank = read_json(out / "config.json")["leank"]
     assert leank["pruning_ratio"] == 0.6875 and (leank["sink_size"], leank["recent_size"]) == (128, 1024)
     card = (out / "README.md").read_text()

@@ -19,8 +19,7 @@ from leank_convert.files import read_json, sha256_of
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask
 from leank_convert.verify import Check, verify_checkpoint
-from tests.checks import bless, edit_tensors, failed, refusal
-from tests.tampering import append, remove, write
+from tests.checks import append, bless, edit_tensors, failed, refusal, remove, write
 from tests.tiny_families import tiny_folder
 
 LAYER = "model.layers.1.self_attn."
