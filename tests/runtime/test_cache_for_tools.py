@@ -59,10 +59,6 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair):
     assert concatenate([first]).rows.lengths.tolist() == [20]
 
 
-def states(tokens: int, heads: int, seed: int) -> torch.Tensor:
-    return torch.randn(2, heads, tokens, 16, generator=torch.Generator().manual_seed(seed))
-
-
 def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
     (cache,) = prefilled(model, [30], prune="deferred")
     for ours, theirs in zip(fork(cache, recent_size=4).layers, cache.layers, strict=True):
@@ -97,7 +93,10 @@ def test_what_padding_holds_does_not_matter(model_pair):
         cache = pair.leank.build_cache()
         outputs = []
         for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
-            query, key, value = (states(stop - start, heads, start) for heads in (6, 3, 3))
+            query, key, value = (
+                torch.randn(2, heads, stop - start, 16, generator=torch.Generator().manual_seed(start))
+                for heads in (6, 3, 3)
+            )
             padding = ~mask[:, start:stop]
             handle, _ = cache.layers[0].update(key, value)
             if start:  # a prompt's padding runs through SDPA, which needs finite numbers

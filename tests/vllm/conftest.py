@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import shutil
+import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bin.benchmarks.server import start_server
 from leank_convert import convert_adapter
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.export import export_checkpoint
@@ -297,6 +300,24 @@ def run_engines(runs, **environment):
         told = [*names, "then"][: len(lines)]  # of a run that another process takes over from
         found |= dict(zip(told, (Said(json.loads(line[5:])) for line in lines), strict=True))
     return found
+
+
+def read(url):
+    """Get a page as text."""
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return response.read().decode()
+
+
+@contextmanager
+def serving(folder, log, **options):
+    """Serve a checkpoint; `options` are vLLM's, such as `max_model_len=512`. It has to end when told to."""
+    given = {**ENGINE, **options}.items()
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given]
+    with start_server(folder, [*arguments, "--enforce-eager"], log, **ENVIRONMENT) as server:
+        server.wait()
+        yield server
+        server.process.terminate()
+        server.process.wait(60)
 
 
 # vLLM's build for CPUs has states of linear attention in bfloat16 alone.

@@ -15,12 +15,12 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
-from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend, prompt_attention
-from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
+from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.pages import Numbers, coming_block_size, numbers_of
+from tests.runtime.stand_ins import PlainKernels
 
 HEAD_DIM, GROUPS, SIZES = 32, 2, Windows(4, 8, 3)
 LAYOUT = ChunkLayout((0, 16, 32), HEAD_DIM, 16)
@@ -28,27 +28,19 @@ NUM_HEADS, SCALE = len(LAYOUT.widths), 0.2
 PAGE, MOST_PAGES = 16, 6
 
 
-class Kernels:
-    """Stands for the compiled ones: the same arguments, worked out in torch."""
+class Kernels(PlainKernels):
+    """Stands for the compiled ones, and looks at what it is given."""
 
     plan = staticmethod(plan_tiles)
 
-    def append(self, keys, values, store, seen, valid):
-        rows, columns = valid.nonzero(as_tuple=True)
-        place = seen[rows, columns] - 1
-        slots = [
-            table[rows, place // PAGE] * PAGE + place % PAGE
-            for table in (store.page_table, store.window_table)
-        ]
-        new = (states.transpose(1, 2)[rows, columns] for states in (keys, values))
-        append_by_slot(*new, store, LAYOUT, *slots)
+    def __init__(self):
+        super().__init__(HEAD_DIM, GROUPS, LAYOUT.chunk_size)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, out, **options):
         assert plan.equal(plan_tiles(seen, pruned, sink_size))
-        view = view_tables(store, seen, pruned, sink_size, 96)
-        attended = decode_attention(query, store, view, layout=LAYOUT, **options)
         assert out is None or out.is_contiguous()
-        return attended if out is None else out.copy_(attended)
+        given = query, store, seen, pruned, seen + pruned
+        return super().attend(*given, sink_size=sink_size, out=out, **options)
 
 
 class PageKernels:

@@ -11,8 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checks import edit_json
-from tests.vllm.conftest import answers_of, ask, run_engines, run_python
-from tests.vllm.server import serving
+from tests.vllm.conftest import answers_of, ask, run_engines, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 

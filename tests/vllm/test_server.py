@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.testbed.tasks import build_sample
-from tests.vllm.conftest import run_python
-from tests.vllm.server import read, serving
+from tests.vllm.conftest import read, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.export import export_checkpoint
 from leank_convert.tokenizer import load_tokenizer
-from tests.vllm.conftest import run_python
-from tests.vllm.server import serving
+from tests.vllm.conftest import run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
