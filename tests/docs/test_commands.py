@@ -17,7 +17,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -53,11 +52,11 @@ class Block:
     text: str
     directives: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def read_blocks(page: Path) -> list[Block]:
+def read_blocks(page):
     """Return the fenced blocks of a page; a comment belongs to the block that follows it at once."""
     blocks, lines = [], page.read_text(encoding="utf-8").splitlines()
     above: list[str] = []
@@ -80,7 +79,7 @@ def read_blocks(page: Path) -> list[Block]:
     return blocks
 
 
-def read_directives(comments: list[str]) -> dict[str, str]:
+def read_directives(comments):
     """Read `<!-- name: value -->` comments."""
     found = {}
     for comment in re.findall(r"<!--\s*(.*?)\s*-->", "\n".join(comments), re.DOTALL):
@@ -91,7 +90,7 @@ def read_directives(comments: list[str]) -> dict[str, str]:
     return found
 
 
-def split_commands(shell: str) -> Iterator[list[str]]:
+def split_commands(shell):
     """Split a shell block into commands; `;` separates, too."""
     for line in shell.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
@@ -107,7 +106,7 @@ def split_commands(shell: str) -> Iterator[list[str]]:
             yield command
 
 
-def find_own(command: list[str]) -> tuple[click.Group, list[str]] | None:
+def find_own(command):
     """The command line of ours that is called, also under a launcher, and its arguments; None for others."""
     for place, word in enumerate(command):
         if word in COMMAND_LINES:
@@ -130,7 +129,7 @@ COMMANDS = [
 ]
 
 
-def check_parses(command: click.Command, arguments: list[str]) -> None:
+def check_parses(command, arguments):
     """Parse a command line as the command would, and check the recipe keys that it sets."""
     while isinstance(command, click.Group):
         names = [argument for argument in arguments if not argument.startswith("-")]
@@ -165,11 +164,11 @@ def test_commands_and_options_named_in_a_sentence_or_a_table_exist():
 class Page:
     """Runs the blocks of a page in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.names: dict[str, object] = {"__name__": "__main__"}
 
-    def run(self, block: Block) -> None:
+    def run(self, block):
         for command in split_commands(block.directives.get("run first", "")):
             self.run_command(command, block)
         if block.language == "python":
@@ -181,7 +180,7 @@ class Page:
             same = command[:2] == commands[0][:2]
             self.run_command([*command, *(added if same else [])], block)
 
-    def run_command(self, command: list[str], block: Block) -> None:
+    def run_command(self, command, block):
         if command[0] not in COMMAND_LINES:
             if command[0] == "python":
                 command = [sys.executable, *command[1:]]
@@ -238,7 +237,7 @@ def test_files_of_the_repository_that_a_page_names_exist(page):
         assert (ROOT / name.rstrip(".")).exists(), f"there is no `{name}`"
 
 
-def message_texts() -> str:
+def message_texts():
     """Every string literal of the toolkit and the runtime, `…` for what is filled in."""
     texts = []
     for folder in ("leank_convert", "runtime"):

@@ -34,7 +34,7 @@ MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.f
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "small.yaml"
     path.write_text(RECIPE)
     return path
@@ -45,7 +45,7 @@ def run(monkeypatch, tmp_path, capfd):
     """Run a script in an empty folder and return what it printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run_script(name: str, *arguments: object) -> str:
+    def run_script(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capfd.readouterr().out

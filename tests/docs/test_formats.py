@@ -19,7 +19,7 @@ PAGE = DOCS / "formats.md"
 METHOD_ROWS = [f"| `{m.name}` | {m.summary} | {'yes' if m.trains else 'no'} |" for m in METHODS.values()]
 
 
-def section(title: str) -> set[str]:
+def section(title):
     """The words in code spans under a heading."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
@@ -27,7 +27,7 @@ def section(title: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", found[1], flags=re.DOTALL)))
 
 
-def literal_keys(function: object) -> set[str]:
+def literal_keys(function):
     """The keys of all dictionaries that a function writes out."""
     tree = ast.parse(inspect.getsource(function))
     dictionaries = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from leank_convert import prune_model
 from leank_convert.errors import LeanKError
-from leank_convert.families import Architecture
 from leank_convert.mask import ChannelMask, load_mask
 from tests.tiny_families import FAMILIES, batch
 
@@ -26,7 +25,7 @@ def tokens(model, **options):
 
 
 @pytest.mark.parametrize("row", FAMILIES)
-def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture, example, load):
+def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row, example, load):
     checkpoint = example(row.model_type)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -47,7 +46,7 @@ def test_a_pruned_model_answers_as_the_checkpoint_of_its_mask(row: Architecture,
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
-def test_a_pruned_model_takes_what_a_checkpoint_takes(kv_dtype: str, converted, load):
+def test_a_pruned_model_takes_what_a_checkpoint_takes(kv_dtype, converted, load):
     checkpoint = converted("qwen2", WIDTHS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     mask = ChannelMask(checkpoint.channel_mask)
@@ -119,7 +118,7 @@ def test_what_cannot_be_pruned_in_memory_is_refused_and_left_alone(converted):
     mask = checkpoint.folder
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source)
 
-    def refused(model: Any, message: str, mask: Any = mask) -> None:
+    def refused(model, message, mask=mask):
         before = type(model), dict(vars(model))
         with pytest.raises(LeanKError, match=re.escape(message)), prune_model(model, mask):
             pass

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from runtime.graph_leank import DecodeGraph
 from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, feed, feed_both, feed_turns, ids, padded
 
 
-def step(model, cache, seed=0) -> torch.Tensor:
+def step(model, cache, seed=0):
     """Feed one token to every row."""
     position = torch.full((1, 1), cache.get_seq_length())
     token = ids(cache.rows.lengths.shape[0], 1, seed)
@@ -103,7 +102,7 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
 def changed(graphs, model):
     """Change something between steps: they stay right; returns the cache that had graphs."""
 
-    def check(change, replays_after, other=model) -> Any:
+    def check(change, replays_after, other=model):
         cache, plain = feed_both(model, [15, 1, 1, 1])
         assert cache.graph.num_replays == 2
         for each in (cache, plain):

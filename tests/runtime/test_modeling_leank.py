@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def pair(model_pair):
     return model_pair([[0, 4], [4, 8]])
 
 
-def padded_batch() -> dict[str, torch.Tensor]:
+def padded_batch():
     mask = (torch.arange(21) >= torch.tensor([[0], [9], [20]])).long()
     return {"input_ids": ids(3, 21, 5) * mask, "attention_mask": mask}
 
@@ -144,7 +143,7 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(pair):
     model = pair.leank
     settings = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 1, "min_new_tokens": 1}
 
-    def mode(**options: Any) -> str:
+    def mode(**options):
         return model.generate(one_row(), **{**settings, **options})[CACHE].prune
 
     assert mode() == "eager"

@@ -16,19 +16,19 @@ WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
-def pages(cache, pool, runs) -> set[int]:
+def pages(cache, pool, runs):
     """Pages that rows have in a pool."""
     stores = [layer.store for layer in cache.layers]
     assert all(len(getattr(store.tensors, pool)) == sum(getattr(store.tables, runs)) for store in stores)
     return {run for store in stores for run in getattr(store.tables, runs)}
 
 
-def capacities(cache) -> set[int]:
+def capacities(cache):
     """Tokens that rows have room for."""
     return {64 * run for run in pages(cache, "kept_keys", "runs")}
 
 
-def window_pages(cache) -> set[int]:
+def window_pages(cache):
     """Pages of a row in the window."""
     return pages(cache, "window_keys", "window_runs")
 

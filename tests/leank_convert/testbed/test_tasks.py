@@ -9,7 +9,6 @@ import pytest
 from leank_convert.testbed.tasks import (
     MIN_TOKENS,
     TASKS,
-    Sample,
     build_document,
     build_sample,
     build_samples,
@@ -26,7 +25,7 @@ every_name = pytest.mark.parametrize("two_word_names", [False, True], ids=["one_
 class Parsed:
     """A prompt as its reader sees it: facts (name, what it stands for), their places, and the question."""
 
-    def __init__(self, prompt: str, name_words: int) -> None:
+    def __init__(self, prompt, name_words):
         *lines, question = prompt.split(" ; ")
         self.word, self.asked = question.split(" ", 1)
         self.facts: list[tuple[str, str]] = []
@@ -39,7 +38,7 @@ class Parsed:
             position += len(words) + 1
         self.prompt_tokens = position + len(question.split()) + 2  # <|end|> <|assistant|>
 
-    def answer(self) -> tuple[str, list[int]]:
+    def answer(self):
         """The right answer and the facts that it needs."""
         if self.word == "trace":
             told, needed, name = self.asked, [], self.asked
@@ -53,7 +52,7 @@ class Parsed:
         return " ; ".join(f"{self.asked} {self.facts[i][1]}" for i in needed), needed
 
 
-def draw(task: str, tokens: int, two_word_names: bool, count: int) -> list[tuple[Sample, Parsed]]:
+def draw(task, tokens, two_word_names, count):
     rng = random.Random(f"{task} {tokens}")
     samples = [build_sample(task, rng, tokens, two_word_names=two_word_names) for _ in range(count)]
     return [(sample, Parsed(sample.prompt, 1 + two_word_names)) for sample in samples]
