@@ -23,7 +23,6 @@ from leank_convert.mask import ChannelMask, all_channels_mask
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
-from leank_convert.recipe import Recipe
 from leank_convert.train.attention import ATTENTION_NAME
 from tests.checks import facts_of, failed
 from tests.tiny_families import FAMILIES, batch, some_families
@@ -133,15 +132,12 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         export_onnx(checkpoint.folder, None, tmp_path / "onnx")
 
 
-def test_masks_beside_linear_layers_are_measured(example, load):
+def test_masks_beside_linear_layers_are_measured(example, load, short_recipe):
     checkpoint = example("qwen3_next")
     facts = facts_of(checkpoint.source)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source, attn_implementation=ATTENTION_NAME).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
-    windows = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
-    data = {"wording": "testbed", "min_length": 200, "max_length": 280}
-    recipe = Recipe(windows=windows, width_multiple=4, data=data, held_out_samples=0)
-    assert measure_cache(checkpoint.source, recipe).statistics.mean.shape == facts.mask_shape
+    assert measure_cache(checkpoint.source, short_recipe()).statistics.mean.shape == facts.mask_shape
     cache = load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True)[CACHE]
     with pytest.raises(ValueError, match="state cannot forget a token"):
         cache.crop(-2)

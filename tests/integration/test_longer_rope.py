@@ -11,7 +11,6 @@ from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.text import compare_text
 from leank_convert.evaluate.variants import Masked
 from leank_convert.mask import load_mask
-from leank_convert.recipe import Recipe
 from leank_convert.testbed.tasks import NUMBERS
 from leank_convert.verify import verify_checkpoint
 
@@ -28,17 +27,13 @@ def dense_nll(folder, input_ids, **config):
 
 
 @pytest.mark.usefixtures("without_report")
-def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(retriever_folder, tmp_path):
-    recipe = Recipe(
-        model={"config_overrides": {"max_position_embeddings": 1024, "rope_parameters": YARN}},
-        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
-        width_multiple=4,
-        data={"wording": "testbed", "min_length": 600, "max_length": 700},
-        stage1={"steps": 2},
-        stage2={"steps": 1},
-        held_out_samples=0,
-        trackers=(),
-    )
+def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(
+    retriever_folder, short_recipe, tmp_path
+):
+    model = {"config_overrides": {"max_position_embeddings": 1024, "rope_parameters": YARN}}
+    short = {"stage1": {"steps": 2}, "stage2": {"steps": 1}, "held_out_samples": 0}
+    data = {"wording": "testbed", "min_length": 600, "max_length": 700}
+    recipe = short_recipe(model=model, data=data, **short)
     (out,) = convert_model(retriever_folder, tmp_path / "out", recipe, progress=False)
     assert verify_checkpoint(out, retriever_folder).ok
     assert load_mask(out / "channel_mask.safetensors").provenance.rope_parameters["rope_type"] == "yarn"

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from leank_convert.data import SampleSource
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.onnx import export_onnx
-from leank_convert.recipe import Recipe
 from leank_convert.train.model import find_model, load_model
 from tests.tiny_families import tiny_model
 
@@ -148,28 +147,6 @@ def retriever_int8(once_per_run, retriever_folder, retriever_mask):
     return once_per_run(
         "retriever_int8", lambda out: export_onnx(retriever_folder, retriever_mask, out, **options)
     )
-
-
-@pytest.fixture(scope="session")
-def short_recipe():
-    """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
-
-    data = {"tasks": ["retrieval", "multi_value"], "wording": "testbed", "min_length": 200, "max_length": 280}
-
-    def build(**changes):
-        values = {
-            "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
-            "width_multiple": 4,
-            "data": data,
-            "stage1": {"steps": 7, "learning_rate": 0.1, "l1_weight": 0.06},
-            "stage2": {"steps": 6, "learning_rate": 0.05},
-            "save_every": 3,
-            "held_out_samples": 2,
-            "trackers": (),
-        }
-        return Recipe(**{**values, **changes})
-
-    return build
 
 
 @pytest.fixture

@@ -184,12 +184,9 @@ def test_companions_travel_and_nothing_else(source_model, tmp_path, caplog):
     }
     left = {
         "README.md": b"the source's own",
-        "pytorch_model.bin": b"pickle",
-        "model.pt": b"pickle",
-        "consolidated.safetensors": b"x",
-        ".git/config": b"x",
         "original/params.json": b"{}",
-        "training_args.bin": b"x",
+        **dict.fromkeys(("pytorch_model.bin", "model.pt", "training_args.bin", ".git/config"), b"x"),
+        "consolidated.safetensors": b"x",
     }
     for name, content in {**copied, **left}.items():
         (source / name).parent.mkdir(exist_ok=True)
