@@ -6,14 +6,7 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
@@ -187,13 +180,13 @@ def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("uploads", "kind", "message"),
     [
-        (False, GatedRepoError, "`me/model` is gated on the hub"),
-        (False, RepositoryNotFoundError, "is neither here nor on the hub"),
-        (False, RemoteEntryNotFoundError, "on the hub lacks a file: refused$"),
-        (False, LocalEntryNotFoundError, "is not here, and the hub fails: no connection$"),
-        (True, HfHubHTTPError, "uploading to `me/model` failed: refused\n"),
+        (False, errors.GatedRepoError, "`me/model` is gated on the hub"),
+        (False, errors.RepositoryNotFoundError, "is neither here nor on the hub"),
+        (False, errors.RemoteEntryNotFoundError, "on the hub lacks a file: refused$"),
+        (False, errors.LocalEntryNotFoundError, "is not here, and the hub fails: no connection$"),
+        (True, errors.HfHubHTTPError, "uploading to `me/model` failed: refused\n"),
         (True, ConnectionError, "uploading to `me/model` failed: no connection\n"),
-        (True, LocalTokenNotFoundError, "not logged in"),
+        (True, errors.LocalTokenNotFoundError, "not logged in"),
     ],
 )
 def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, hub, monkeypatch):

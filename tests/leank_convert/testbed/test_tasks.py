@@ -6,13 +6,7 @@ import re
 
 import pytest
 
-from leank_convert.testbed.tasks import (
-    MIN_TOKENS,
-    TASKS,
-    build_document,
-    build_sample,
-    build_samples,
-)
+from leank_convert.testbed.tasks import MIN_TOKENS, TASKS, build_document, build_sample, build_samples
 
 SINK_SIZE, RECENT_SIZE = 16, 64
 LENGTHS = (MIN_TOKENS, 161, 513, 2048)
