@@ -176,7 +176,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert store is not None and append is not None
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
-        key, value = (states.detach().to(store.dtype) for states in (key, value))
+        own = key.to(store.dtype), value.to(store.dtype)
+        key, value = (states.detach() for states in own)
         kernels = self.kernels_for(query, sinks)
         if append.columns is None:
             self.kernels = kernels
@@ -190,7 +191,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, sinks, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
-        as_stored = store.tensors.rounded(key, value, self.layout)
+        new = own if store.kv_dtype == "auto" else (key, value)  # rounding has no gradient
+        as_stored = store.tensors.rounded(*new, self.layout)
         kernels = self.kernels_for(query[:, :, :1], sinks)
         with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
             out = attend_turn(query, *as_stored, store, append, softmax_scale, sinks, kernels)

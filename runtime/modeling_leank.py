@@ -238,7 +238,12 @@ class LeanKMixin:
                 )
         if hasattr(cache, "take_mask"):  # not what tools pass in a cache's place, of which all is pruned
             attention_mask = cache.take_mask(attention_mask, tokens.shape[1])
-        if cache.takes_step(tokens.shape[1]):
+        routes = inputs.get("output_router_logits")
+        if routes is None:
+            routes = getattr(self.config, "output_router_logits", False)
+        # The loss of routers reads the mask, of which mixed layers have several in a step of their own.
+        takes_step = not (routes and getattr(cache, "other_layers", None))
+        if takes_step and cache.takes_step(tokens.shape[1]):
             return self._decode_step(cache, use_cache, attention_mask, inputs, tokens)
         return super().forward(  # type: ignore[misc]
             use_cache=use_cache, attention_mask=attention_mask, **inputs, **{CACHE: cache}

@@ -208,6 +208,25 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(pair):
     assert copy.deepcopy(cache).get_seq_length() == 24
 
 
+def test_gradients_of_a_turn_reach_its_own_keys_and_values(model_pair):
+    pair, found = model_pair([[16] * 3] * 2), []
+    for model in (pair.leank, pair.dense):
+        with torch.no_grad():
+            cache = model(one_row())[CACHE]
+        states = model.get_input_embeddings()(one_row(5)).detach().requires_grad_()
+        model(inputs_embeds=states, cache=cache).logits.sum().backward()
+        found += [states.grad, model.model.layers[0].self_attn.v_proj.weight.grad]
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_windows_generate_with_the_logits_of_routers(model_pair):
+    model = model_pair([[0, 3, 16], [4, 8, 8]], "GptOss", **OPTIONS["gpt_oss"]).leank
+    expected = model.generate(one_row(), **GREEDY)
+    assert torch.equal(model.generate(one_row(), **GREEDY, output_router_logits=True), expected)
+    model.config.output_router_logits = True
+    assert torch.equal(model.generate(one_row(), **GREEDY), expected)
+
+
 @pytest.mark.parametrize("name", ["dynamic", "hybrid"])  # the latter is what Gemma 3 publishes
 @pytest.mark.parametrize("where", ["argument", "model", "both"])
 def test_a_models_own_cache_in_a_generation_config_means_leanks(where, name, pair, caplog):
