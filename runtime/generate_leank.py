@@ -94,12 +94,19 @@ class GenerateMixin:
                     setattr(cache, name, value)
                 elif defaults[name] is not None and not cache.get_seq_length():
                     setattr(cache, name, defaults[name])
+        splits = args or any(_first_given(kwargs, configs, name) for name in _SPLITTING)
+        # PEFT takes this method's place, and puts virtual tokens in front of the prompt there.
+        owner = getattr(self.prepare_inputs_for_generation, "__self__", None)  # type: ignore[attr-defined]
+        if splits and getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "drafts and chunks need to know where the prompt ends, and prompt tuning adds tokens to it; "
+                f"leave {', '.join(_SPLITTING)} out"
+            )
         columns = _prompt_columns(inputs, kwargs)
         asked = KIND.set((cache.prune, cache.kv_dtype))
         try:
             cache.rows.begins_turn = True
-            # Elsewhere all columns of the first pass are the prompt's, such as PEFT's virtual tokens.
-            splits = args or any(_first_given(kwargs, configs, name) for name in _SPLITTING)
+            # Elsewhere all columns of the first pass are the prompt's, virtual tokens too.
             if splits or cache.get_seq_length():
                 cache.prefill_length = columns
             if columns:

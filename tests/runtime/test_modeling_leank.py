@@ -68,6 +68,10 @@ def test_virtual_tokens_of_prompt_tuning_are_part_of_the_prompt(model_pair):
         settings = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
         logits.append(tuned.generate(input_ids=one_row(21), **settings).logits[0])
     assert_close(pair.leank, logits[1], logits[0])
+    with pytest.raises(
+        ValueError, match=r"^drafts and chunks .* prompt tuning adds tokens to it; leave assist"
+    ):
+        tuned.generate(input_ids=one_row(21), prompt_lookup_num_tokens=3)
 
 
 LONGROPE = {
