@@ -120,10 +120,11 @@ def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torc
     """
     num_tiles = (seen[:, -1] + (TILE - 1)) // TILE
     first = -(-sink_size // TILE)
-    num_pruned = ((pruned[:, 0] + sink_size) // TILE - first).clamp(min=0)
+    num_pruned = ((pruned[:, 0] + (sink_size - first * TILE)) // TILE).clamp(min=0)
     num_whole = torch.add(num_tiles - num_pruned, num_tiles.clamp(max=1), alpha=HEAD_START)
-    counts = torch.stack([num_pruned, num_whole], dim=1).cumsum(0, dtype=torch.int32)
-    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
+    counts = seen.new_zeros(len(seen) + 1, 2)
+    torch.stack([num_pruned, num_whole], dim=1, out=counts[1:])
+    return counts.cumsum_(0)
 
 
 @dataclass(frozen=True)

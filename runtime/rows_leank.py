@@ -51,11 +51,11 @@ def pruned_after_append(
 ) -> torch.Tensor:
     """Return how many tokens are pruned once a row has grown to `new_lengths`, one token at a time.
 
-    As few flushes happen as leave at most recent_size + flush_size tokens in recent. A sink that is not full
-    makes `overflow` negative, so p stays 0.
+    As few flushes happen as leave at most recent_size + flush_size tokens in recent. Before the first of them
+    their number is negative or 0, so p stays 0.
     """
-    overflow = (new_lengths - pruned - (sink_size + recent_size + flush_size)).clamp(min=0)
-    return pruned + (overflow + (flush_size - 1)) // flush_size * flush_size
+    num_flushes = (new_lengths - pruned - (sink_size + recent_size + 1)) // flush_size
+    return torch.add(pruned, num_flushes.clamp(min=0), alpha=flush_size)
 
 
 class RowState:
@@ -258,20 +258,19 @@ class RowState:
         """
         lengths, pruned = self.counters()
         tables = self.make_room(1, self.num_columns + num_columns)
-        if valid is None:
-            new = lengths + 1
-        else:
-            valid = valid.to(lengths.device)
-            new = lengths + valid[:, 0]
-        new_pruned = pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
-        attended = pruned
+        begins = None
         if self.padding is not None and self.sink_size + self.recent_size == 0:
+            begins = lengths == 0
+        if valid is not None:
+            valid = valid.to(lengths.device)
+        lengths += 1 if valid is None else valid[:, 0]
+        new_pruned = pruned_after_append(lengths, pruned, self.sink_size, self.recent_size, self.flush_size)
+        attended = pruned
+        if begins is not None:
             # A row whose input so far was padding alone has its prefill now: it sees its token whole, and
             # keeps it pruned.
-            begins = lengths == 0
             attended = torch.where(begins, 0, new_pruned)
-            new_pruned = torch.where(begins, new, new_pruned)
-        lengths.copy_(new)
+            new_pruned = torch.where(begins, lengths, new_pruned)
         pruned.copy_(new_pruned)
         self.bounds = [length + 1 for length in self.bounds]
         return Append(valid, lengths[:, None], attended[:, None], self.bounds, self.sink_size, tables)
