@@ -59,8 +59,7 @@ def _as_stored(number: Any, scale: Any, row: Any, head: Any, channel: Any) -> An
     """Return a channel as the cache holds it."""
     if scale is None:
         return number
-    row = T.if_then_else(scale.shape[0] > 1, row, 0)
-    return kernel_fp8.to_fp8(T.cast(number, "float32") / scale[row, head, channel])
+    return kernel_fp8.to_fp8(T.cast(number, "float32") / scale[T.min(row, scale.shape[0] - 1), head, channel])
 
 
 @T.macro
@@ -71,26 +70,30 @@ def load_mean(parallel: Any, mean: Any, key_mean: Any, row: Any, head: Any) -> N
 
 
 @T.macro
+def find_pages(
+    pages: Any, row: Any, token: Any, kept_keys: Any, window_keys: Any, page_table: Any, window_table: Any
+) -> None:
+    """Set `pages` to a token's page and the window's, and to its place in both; of no token, to any."""
+    pages[0] = T.truncdiv(T.max(token, 0), kept_keys.shape[2])
+    pages[1] = T.truncdiv(T.max(token, 0), window_keys.shape[2])
+    pages[2] = token - pages[0] * kept_keys.shape[2]
+    pages[3] = token - pages[1] * window_keys.shape[2]
+    pages[0] = page_table[row, pages[0]]
+    pages[1] = window_table[row, pages[1]]
+
+
+@T.macro
 def store_token(
-    parallel: Any, place: Any, lanes: Any, row: Any, token: Any, new_key: Any, new_value: Any, kept_keys: Any,
-    values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any, key_scale: Any,
-    value_scale: Any, head: Any, value_chunk: int,
+    parallel: Any, place: Any, lanes: Any, row: Any, pages: Any, new_key: Any, new_value: Any, kept_keys: Any,
+    values: Any, window_keys: Any, window_values: Any, key_scale: Any, value_scale: Any, head: Any,
+    value_chunk: int,
 ) -> None:  # fmt: skip
     """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
     It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. The key
     comes without its mean. Scales are None where the cache is not FP8.
     """
-    page = T.alloc_var("int32", init=0)
-    slot = T.alloc_var("int32")
-    window_page = T.alloc_var("int32", init=0)
-    window_slot = T.alloc_var("int32")
-    slot = T.truncmod(token, kept_keys.shape[2])
-    window_slot = T.truncmod(token, window_keys.shape[2])
-    if place[Head.NUM_KEPT] > 0:
-        page = page_table[row, T.truncdiv(token, kept_keys.shape[2])]
-    if (place[Head.NUM_DROPPED] > 0) | (place[Head.KEPT_VALUES] < new_value.shape[0] // value_chunk):
-        window_page = window_table[row, T.truncdiv(token, window_keys.shape[2])]
+    page, window_page, slot, window_slot = [pages[i] for i in range(4)]
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
         if c < place[Head.NUM_KEPT] + place[Head.NUM_DROPPED]:
             channel = T.if_then_else(
@@ -159,25 +162,24 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
             new_value = fragment((d,), dtype)
             mean = fragment((d,), "float32")
             new_key = shared((d,), dtype)
+            pages = T.alloc_local((4,), "int32")
             token, is_real = [T.alloc_var("int32") for _ in range(2)]
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
             token = seen[row, column] - 1
-            is_real = T.cast(
-                valid[T.if_then_else(flags > 1, row, 0), T.if_then_else(flag_columns > 1, column, 0)], "int32"
-            )
+            is_real = T.cast(valid[T.min(row, flags - 1), T.min(column, flag_columns - 1)], "int32")
             load_mean(parallel, mean, key_mean, row, head)
             for j in parallel(d):
                 new_value[j] = new_values[row, head, column, j]
             for j in parallel(d):
                 new_key[j] = T.cast(T.cast(keys[row, head, column, j], "float32") - mean[j], dtype)
             find_lanes(parallel, place, lanes, head, row, heads, index, table)
+            find_pages(pages, row, token, kept_keys, window_keys, page_table, window_table)
             if (is_real != 0) & (token >= 0):
                 store_token(
-                    parallel, place, lanes, row, token, new_key, new_value, kept_keys, values, window_keys,
-                    window_values, page_table, window_table,
-                    key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None, head,
-                    shape.value_chunk,
+                    parallel, place, lanes, row, pages, new_key, new_value, kept_keys, values, window_keys,
+                    window_values, key_scale if shape.is_fp8 else None,
+                    value_scale if shape.is_fp8 else None, head, shape.value_chunk,
                 )  # fmt: skip
 
     return leank_append
@@ -235,37 +237,41 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
             along, across = [fragment((d,), "float32") for _ in range(2)]
-            rotated = fragment((d,), dtype)
+            cosine, sine, norm_weight, rotated = [fragment((d,), dtype) for _ in range(4)]
             mean = fragment((d,), "float32")
             new_key = shared((d,), dtype)
-            row, column, token, is_real = [T.alloc_var("int32") for _ in range(4)]
+            pages = T.alloc_local((4,), "int32")
+            row, column, position, token, is_real = [T.alloc_var("int32") for _ in range(5)]
             row = number // columns
             column = number % columns
+            position = number % positions
             # Loads first, so that none waits for another; a query head makes no use of some of them.
             find_lanes(
                 parallel, place, lanes, T.max(head - query_heads, 0), row, table_rows - 1, index, table
             )
             load_mean(parallel, mean, key_mean, row, T.max(head - query_heads, 0))
+            for j in parallel(d):
+                norm_weight[j] = T.if_then_else(head < query_heads, query_weight[j], key_weight[j])
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
-            token = seen[row, column] - 1
-            is_real = T.cast(
-                valid[T.if_then_else(flags > 1, row, 0), T.if_then_else(flag_columns > 1, column, 0)], "int32"
-            )
+            token = seen[row, column]
+            is_real = T.cast(valid[T.min(row, flags - 1), T.min(column, flag_columns - 1)], "int32")
+            for j in parallel(d):
+                cosine[j] = cos[position, j]
+                sine[j] = sin[position, j]
             add_parts(parallel, sums, last, loaded, projected, number, head * (d // LANES), steps, stretch)
             for i, j in parallel(d // LANES, LANES):
                 states[i * LANES + j] = T.cast(sums[i, j], dtype)
             if head >= query_heads:
+                token -= 1
+                find_pages(pages, row, token, kept_keys, window_keys, page_table, window_table)
                 add_parts(
                     parallel, sums, last, loaded, projected, number, (head + table_rows - 1) * (d // LANES),
                     steps, stretch,
                 )  # fmt: skip
                 for i, j in parallel(d // LANES, LANES):
                     new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
-            for j in parallel(d):
-                along[j] = T.cast(cos[number % positions, j], "float32")
-                across[j] = T.cast(sin[number % positions, j], "float32")
             if has_norm != 0:
                 for j in parallel(padded):
                     squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
@@ -273,16 +279,13 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 T.reduce_sum(squares, total, dim=0)
                 total[0] = T.rsqrt(total[0] / d + eps)
                 for j in parallel(d):
-                    states[j] = T.cast(T.cast(states[j], "float32") * total[0], dtype) * T.if_then_else(
-                        head < query_heads, query_weight[j], key_weight[j]
-                    )
+                    states[j] = T.cast(T.cast(states[j], "float32") * total[0], dtype) * norm_weight[j]
             # In fp32 and rounded by hand: a product in the dtype could be fused with the sum.
             for j in parallel(d):
-                along[j] = T.cast(T.cast(T.cast(states[j], "float32") * along[j], dtype), "float32")
-            for j in parallel(d):
-                across[j] = T.cast(
-                    T.cast(T.cast(states[(j + d // 2) % d], "float32") * across[j], dtype), "float32"
-                )
+                along[j] = T.cast(states[j], "float32") * T.cast(cosine[j], "float32")
+                along[j] = T.cast(T.cast(along[j], dtype), "float32")
+                across[j] = T.cast(states[(j + d // 2) % d], "float32") * T.cast(sine[j], "float32")
+                across[j] = T.cast(T.cast(across[j], dtype), "float32")
             for j in parallel(d):
                 rotated[j] = T.cast(along[j] + T.if_then_else(j < d // 2, -across[j], across[j]), dtype)
             if head < query_heads:
@@ -293,10 +296,9 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                     for j in parallel(d):
                         new_key[j] = T.cast(T.cast(rotated[j], "float32") - mean[j], dtype)
                     store_token(
-                        parallel, place, lanes, row, token, new_key, new_value, kept_keys, values,
-                        window_keys, window_values, page_table, window_table,
-                        key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None,
-                        head - query_heads, shape.value_chunk,
+                        parallel, place, lanes, row, pages, new_key, new_value, kept_keys, values,
+                        window_keys, window_values, key_scale if shape.is_fp8 else None,
+                        value_scale if shape.is_fp8 else None, head - query_heads, shape.value_chunk,
                     )  # fmt: skip
 
     return leank_rope_append
