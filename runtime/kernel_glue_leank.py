@@ -255,7 +255,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
-            token = seen[row, column]
+            token = seen[row, column]  # one more than its number: no sum may wait before all is asked for
             is_real = T.cast(valid[T.min(row, flags - 1), T.min(column, flag_columns - 1)], "int32")
             for j in parallel(d):
                 cosine[j] = cos[position, j]
