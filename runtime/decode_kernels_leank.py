@@ -336,9 +336,7 @@ class DecodeKernels:
         with torch.cuda.device(hidden.device):
             self._add_norm(
                 hidden.view(vectors),
-                hidden.new_empty(1, *hidden.view(vectors).shape, dtype=torch.float32)
-                if delta is None
-                else delta.vectors,
+                hidden.new_empty(1, 1, LANES, dtype=torch.float32) if delta is None else delta.vectors,
                 weight.detach().view(-1, LANES),
                 summed.view(vectors),
                 normed.view(vectors),

@@ -18,7 +18,7 @@ from typing import Any
 from .kernel_key_leank import LANES, MAX_NORMED, MAX_PARTS
 from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
 from .kernel_line_leank import Head, T, loops
-from .kernel_product_leank import add_parts
+from .kernel_product_leank import add_parts, find_parts, load_parts
 
 _NORM_THREADS = 512
 
@@ -192,9 +192,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.query_type
     padded = -(-d // shape.head_threads) * shape.head_threads  # a reduction takes part of every thread
-    most_parts, tokens, vectors = T.dynamic("most_parts, tokens, vectors")
-    batch, columns = T.dynamic("batch, columns")
-    query_heads, positions = T.dynamic("query_heads, positions")
+    most_parts, vectors, positions = T.dynamic("most_parts, vectors, positions")
+    batch, columns, query_heads = T.dynamic("batch, columns, query_heads")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
@@ -202,7 +201,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     @T.prim_func
     def leank_rope_append(
-        projected: T.Tensor((most_parts, tokens, vectors, LANES), "float32"),
+        projected: T.Tensor((most_parts, vectors, LANES), "float32"),
         cos: T.Tensor((positions, d), dtype),
         sin: T.Tensor((positions, d), dtype),
         query_weight: T.Tensor((d,), dtype),
@@ -226,52 +225,52 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         steps: T.int32,
         stretch: T.int32,
     ):
-        with T.Kernel(query_heads + table_rows - 1, tokens, **threads) as (head, number):
+        with T.Kernel(query_heads + table_rows - 1, batch * columns, **threads) as (head, number):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
-            new_value = fragment((d,), dtype)
-            states = shared((d,), dtype)
+            states, new_key = [shared((d,), dtype) for _ in range(2)]
             sums = fragment((d // LANES, LANES), "float32")
-            last = fragment((d // LANES,), "int32")
-            loaded = fragment((MAX_PARTS, d // LANES, LANES), "float32")
+            last, last_value, part, part_value = [fragment((d // LANES,), "int32") for _ in range(4)]
+            loaded, loaded_value = [fragment((MAX_PARTS, d // LANES, LANES), "float32") for _ in range(2)]
             squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
             along, across = [fragment((d,), "float32") for _ in range(2)]
-            cosine, sine, norm_weight, rotated = [fragment((d,), dtype) for _ in range(4)]
+            cosine, sine, norm_weight, rotated, new_value = [fragment((d,), dtype) for _ in range(5)]
             mean = fragment((d,), "float32")
-            new_key = shared((d,), dtype)
             pages = T.alloc_local((4,), "int32")
-            row, column, position, token, is_real = [T.alloc_var("int32") for _ in range(5)]
+            row, column, position, token, is_real, stored, size = [T.alloc_var("int32") for _ in range(7)]
             row = number // columns
             column = number % columns
             position = number % positions
+            stored = T.max(head - query_heads, 0)
+            size = (query_heads + 2 * (table_rows - 1)) * (d // LANES)
             # Loads first, so that none waits for another; a query head makes no use of some of them.
-            find_lanes(
-                parallel, place, lanes, T.max(head - query_heads, 0), row, table_rows - 1, index, table
-            )
-            load_mean(parallel, mean, key_mean, row, T.max(head - query_heads, 0))
+            find_lanes(parallel, place, lanes, stored, row, table_rows - 1, index, table)
+            load_mean(parallel, mean, key_mean, row, stored)
             for j in parallel(d):
                 norm_weight[j] = T.if_then_else(head < query_heads, query_weight[j], key_weight[j])
+            find_parts(parallel, last, part, number, size, head * (d // LANES), steps, stretch)
+            find_parts(
+                parallel, last_value, part_value, number, size,
+                (query_heads + table_rows - 1 + stored) * (d // LANES), steps, stretch,
+            )  # fmt: skip
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
-            token = seen[row, column]  # one more than its number: no sum may wait before all is asked for
+            token = seen[row, column] - 1
             is_real = T.cast(valid[T.min(row, flags - 1), T.min(column, flag_columns - 1)], "int32")
             for j in parallel(d):
                 cosine[j] = cos[position, j]
                 sine[j] = sin[position, j]
-            add_parts(parallel, sums, last, loaded, projected, number, head * (d // LANES), steps, stretch)
+            load_parts(parallel, loaded, last, part, projected)
+            load_parts(parallel, loaded_value, last_value, part_value, projected)
+            find_pages(pages, row, token, kept_keys, window_keys, page_table, window_table)
+            add_parts(parallel, sums, loaded)
             for i, j in parallel(d // LANES, LANES):
                 states[i * LANES + j] = T.cast(sums[i, j], dtype)
-            if head >= query_heads:
-                token -= 1
-                find_pages(pages, row, token, kept_keys, window_keys, page_table, window_table)
-                add_parts(
-                    parallel, sums, last, loaded, projected, number, (head + table_rows - 1) * (d // LANES),
-                    steps, stretch,
-                )  # fmt: skip
-                for i, j in parallel(d // LANES, LANES):
-                    new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
+            add_parts(parallel, sums, loaded_value)
+            for i, j in parallel(d // LANES, LANES):
+                new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
             if has_norm != 0:
                 for j in parallel(padded):
                     squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
@@ -298,7 +297,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                     store_token(
                         parallel, place, lanes, row, pages, new_key, new_value, kept_keys, values,
                         window_keys, window_values, key_scale if shape.is_fp8 else None,
-                        value_scale if shape.is_fp8 else None, head - query_heads, shape.value_chunk,
+                        value_scale if shape.is_fp8 else None, stored, shape.value_chunk,
                     )  # fmt: skip
 
     return leank_rope_append
@@ -311,14 +310,16 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
     one part, in the model's dtype.
     """
     dtype = shape.query_type
-    rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
+    rows, vectors, most_parts, all_vectors = T.dynamic("rows, vectors, most_parts, all_vectors")
     _, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
-    size = (MAX_NORMED // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
+    size = _NORM_THREADS, LANES
+    # A thread has one vector behind each of them.
+    starts = list(enumerate(range(0, MAX_NORMED // LANES, _NORM_THREADS)))
 
     @T.prim_func
     def leank_add_norm(
         hidden: T.Tensor((rows, vectors, LANES), dtype),
-        delta: T.Tensor((most_parts, rows, vectors, LANES), dtype if whole else "float32"),
+        delta: T.Tensor((most_parts, all_vectors, LANES), dtype if whole else "float32"),
         weight: T.Tensor((vectors, LANES), dtype),
         summed: T.Tensor((rows, vectors, LANES), dtype),
         normed: T.Tensor((rows, vectors, LANES), dtype),
@@ -328,48 +329,50 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
         stretch: T.int32,
     ):
         with T.Kernel(rows, **threads) as row:
-            weights, states = [fragment(size, dtype) for _ in range(2)]
-            sums = fragment(size[1:], "float32")
-            last = fragment(size[1:2], "int32")
-            loaded = fragment((MAX_PARTS, *size[1:]), "float32")
-            squares = fragment((MAX_NORMED,), "float32")
+            weights, states = [[fragment(size, dtype) for _ in starts] for _ in range(2)]
+            last, place = [[fragment(size[:1], "int32") for _ in starts] for _ in range(2)]
+            sums = fragment(size, "float32")
+            loaded = fragment((MAX_PARTS, *size), "float32")
+            squares = fragment((_NORM_THREADS * LANES,), "float32")
             total = fragment((1,), "float32")
-            for v, i, j in parallel(*size):
-                if v * size[1] + i < vectors:
-                    weights[v, i, j] = weight[v * size[1] + i, j]
+            for v, start in starts:
+                for i, j in parallel(*size):
+                    if start + i < vectors:
+                        weights[v][i, j] = weight[start + i, j]
+                find_parts(parallel, last[v], place[v], row, vectors, start, steps, stretch)
             if overlap:
                 T.pdl_trigger()  # the product may begin to load its weights, and waits for the end of this
                 T.pdl_sync()
-            for v, i, j in parallel(*size):
-                if v * size[1] + i < vectors:
-                    states[v, i, j] = hidden[row, v * size[1] + i, j]
-                else:
-                    states[v, i, j] = T.cast(0, dtype)
-            if has_delta != 0:
-                for v in T.unroll(size[0]):
-                    if v * size[1] < vectors:
+            for v, start in starts:
+                for i, j in parallel(*size):
+                    states[v][i, j] = T.cast(0, dtype)
+                    if start + i < vectors:
+                        states[v][i, j] = hidden[row, start + i, j]
+            T.fill(squares, 0)
+            for v, start in starts:
+                if start < vectors:
+                    if has_delta != 0:
                         if whole:
-                            for i, j in parallel(*size[1:]):
-                                sums[i, j] = T.cast(
-                                    delta[0, row, T.min(v * size[1] + i, vectors - 1), j], "float32"
-                                )
+                            for i, j in parallel(*size):
+                                sums[i, j] = T.cast(delta[0, place[v][i], j], "float32")
                         else:
-                            add_parts(parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch)
-                        for i, j in parallel(*size[1:]):
-                            if v * size[1] + i < vectors:
-                                states[v, i, j] = states[v, i, j] + T.cast(sums[i, j], dtype)
-                                summed[row, v * size[1] + i, j] = states[v, i, j]
-            for v, i, j in parallel(*size):
-                squares[(v * size[1] + i) * LANES + j] = T.cast(states[v, i, j], "float32")
-            for j in parallel(MAX_NORMED):
-                squares[j] = squares[j] * squares[j]
+                            load_parts(parallel, loaded, last[v], place[v], delta)
+                            add_parts(parallel, sums, loaded)
+                        for i, j in parallel(*size):
+                            if start + i < vectors:
+                                states[v][i, j] = states[v][i, j] + T.cast(sums[i, j], dtype)
+                                summed[row, start + i, j] = states[v][i, j]
+                    for i, j in parallel(*size):
+                        state = T.cast(states[v][i, j], "float32")
+                        squares[i * LANES + j] += state * state
             T.reduce_sum(squares, total, dim=0)
             total[0] = T.rsqrt(total[0] / T.cast(vectors * LANES, "float32") + eps)
-            for v, i, j in parallel(*size):
-                if v * size[1] + i < vectors:
-                    normed[row, v * size[1] + i, j] = (
-                        T.cast(T.cast(states[v, i, j], "float32") * total[0], dtype) * weights[v, i, j]
-                    )
+            for v, start in starts:
+                for i, j in parallel(*size):
+                    if start + i < vectors:
+                        normed[row, start + i, j] = (
+                            T.cast(T.cast(states[v][i, j], "float32") * total[0], dtype) * weights[v][i, j]
+                        )
 
     return leank_add_norm
 
@@ -377,25 +380,30 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
 def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel of a gated activation: gate and up side by side in, their product out."""
     dtype = shape.query_type
-    rows, vectors, all_vectors, most_parts = T.dynamic("rows, vectors, all_vectors, most_parts")
+    rows, vectors, most_parts, all_vectors = T.dynamic("rows, vectors, most_parts, all_vectors")
     _, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     @T.prim_func
     def leank_silu_mul(
-        gate_up: T.Tensor((most_parts, rows, all_vectors, LANES), "float32"),
+        gate_up: T.Tensor((most_parts, all_vectors, LANES), "float32"),
         output: T.Tensor((rows, vectors, LANES), dtype),
         steps: T.int32,
         stretch: T.int32,
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
             gate, up = [fragment((WARPGROUP, LANES), "float32") for _ in range(2)]
-            last = fragment((WARPGROUP,), "int32")
-            loaded = fragment((MAX_PARTS, WARPGROUP, LANES), "float32")
+            last, last_up, part, part_up = [fragment((WARPGROUP,), "int32") for _ in range(4)]
+            loaded, loaded_up = [fragment((MAX_PARTS, WARPGROUP, LANES), "float32") for _ in range(2)]
+            start = block * WARPGROUP
+            find_parts(parallel, last, part, row, 2 * vectors, start, steps, stretch)
+            find_parts(parallel, last_up, part_up, row, 2 * vectors, vectors + start, steps, stretch)
             if overlap:
                 T.pdl_trigger()
                 T.pdl_sync()
-            add_parts(parallel, gate, last, loaded, gate_up, row, block * WARPGROUP, steps, stretch)
-            add_parts(parallel, up, last, loaded, gate_up, row, vectors + block * WARPGROUP, steps, stretch)
+            load_parts(parallel, loaded, last, part, gate_up)
+            load_parts(parallel, loaded_up, last_up, part_up, gate_up)
+            add_parts(parallel, gate, loaded)
+            add_parts(parallel, up, loaded_up)
             for i, j in parallel(WARPGROUP, LANES):
                 gate[i, j] = T.cast(T.cast(gate[i, j], dtype), "float32")
             for i, j in parallel(WARPGROUP, LANES):

@@ -148,8 +148,8 @@ class Product:
 
     @property
     def vectors(self) -> torch.Tensor:
-        """`parts` as kernels take them `[parts, T, n / LANES, LANES]`."""
-        return self.parts.view(*self.parts.shape[:2], -1, LANES)
+        """`parts` as kernels take them `[parts, T * n / LANES, LANES]`."""
+        return self.parts.view(len(self.parts), -1, LANES)
 
     def outputs(self) -> torch.Tensor:
         """Return the sum of all parts that there are `[T, n]`, by torch."""

@@ -21,20 +21,19 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     @T.macro
     def add_parts(
-        count: int, first: Any, last: Any, begin: Any, per_program: Any, query: Any, part: Any, part_lse: Any,
-        total: Any, state: Any, parts: Any, lse: Any,
+        count: int, first: Any, last: Any, begins: Any, query: Any, part: Any, part_lse: Any, total: Any,
+        state: Any, parts: Any, lse: Any,
     ) -> None:  # fmt: skip
         program, place = [T.alloc_var("int32") for _ in range(2)]
         earlier_top, weight = [T.alloc_var("float32") for _ in range(2)]
         for i in T.serial((last - first + count) // count):
             earlier_top = state[0]
             for p in T.unroll(count):
-                program = T.min(first + i * count + p, last)
-                # The first instance ends with this head, unless it also began with it.
-                place = T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0)
-                part_lse[p] = T.if_then_else(first + i * count + p > last, NEG, lse[program, place, query])
+                program = first + i * count + p
+                place = T.if_then_else((p == 0) & (i == 0), begins, 0)
+                part_lse[p] = T.if_then_else(program <= last, lse[program, place, query], NEG)
                 for j in parallel(d):
-                    part[p, j] = parts[program, place, query, j]
+                    part[p, j] = T.if_then_else(program <= last, parts[program, place, query, j], 0.0)
             for p in T.unroll(count):
                 state[0] = T.max(state[0], part_lse[p])
             weight = T.exp2(earlier_top - state[0])
@@ -64,7 +63,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             state = T.alloc_local((2,), "float32")  # greatest log-sum-exp, sum of weights
             span = T.alloc_local((2,), "int32")
             begin = T.alloc_local((1,), "int32")
-            head, per_program, stop, first, last = [T.alloc_var("int32") for _ in range(5)]
+            head, per_program, stop, first, last, begins = [T.alloc_var("int32") for _ in range(6)]
             num_heads = table_rows - 1
             head = query_head // g
             stretch_bounds(span, 0, programs, num_heads, table, plan, batch)
@@ -77,6 +76,8 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             )
             first = begin[0] // per_program
             last = (stop - 1) // per_program
+            # The first instance ends with this head, unless it also began with it.
+            begins = T.cast(first * per_program < begin[0], "int32")
             T.fill(total, 0)
             if overlap:
                 T.pdl_trigger()  # the product may be launched and load weights, and waits for the end of this
@@ -86,16 +87,11 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                     state[0] = NEG
                     state[1] = 0
                     # Few parts are the rule where rows are many; many are loaded at once.
+                    arguments = begins, column * g + query_head % g, part, part_lse, total, state, parts, lse
                     if last - first < _FEW_PARTS:
-                        add_parts(
-                            _FEW_PARTS, first, last, begin, per_program, column * g + query_head % g, part,
-                            part_lse, total, state, parts, lse,
-                        )  # fmt: skip
+                        add_parts(_FEW_PARTS, first, last, *arguments)
                     else:
-                        add_parts(
-                            _PARTS, first, last, begin, per_program, column * g + query_head % g, part,
-                            part_lse, total, state, parts, lse,
-                        )  # fmt: skip
+                        add_parts(_PARTS, first, last, *arguments)
                     for j in parallel(d):
                         output[row, query_head, first_column + column, j] = T.cast(total[j] / state[1], dtype)
             else:  # a row without tokens

@@ -16,7 +16,7 @@ the weights, is on its way before the kernel ahead has ended.
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from .kernel_key_leank import BLOCK, MAX_PARTS, MAX_ROWS
+from .kernel_key_leank import BLOCK, LANES, MAX_PARTS, MAX_ROWS
 from .kernel_leank import FULL_ROW, WARPGROUP
 from .kernel_line_leank import T, loops, next_stage
 
@@ -25,37 +25,35 @@ STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), MAX_ROWS: (128, 3)}
 
 
 @T.macro
-def add_parts(
-    parallel: Any, sums: Any, last: Any, loaded: Any, parts: Any, row: Any, first: Any, steps: Any,
-    stretch: Any,
-) -> None:  # fmt: skip
-    """Set `sums` to vectors of a row's outputs, the sum of their parts.
+def find_parts(
+    parallel: Any, last: Any, place: Any, row: Any, vectors: Any, first: Any, steps: Any, stretch: Any
+) -> None:
+    """Set `last` to the last part of each vector of a row's outputs, `place` to where the vector lies in it.
 
-    Args:
-        parallel: `T.Parallel`, or `T.grid` on the CPU.
-        sums: `[vectors, lanes]`; beyond the row's end they have no meaning.
-        last: Room for the number of each vector's last part `[vectors]`, int32.
-        loaded: Room for the parts `[MAX_PARTS, vectors, lanes]`: all loads first, none in a branch.
-        parts: `[parts, rows, vectors of a row, lanes]`.
-        row: The row.
-        first: The first vector.
-        steps: Steps of a block.
-        stretch: Steps of a program instance.
+    These divisions need not wait for the product. Beyond the row's end it is the row's last vector.
     """
-    num_vectors, lanes = sums.shape
-    for i in parallel(num_vectors):
-        block = T.min(first + i, parts.shape[2] - 1) * lanes // BLOCK
+    for i in parallel(last.shape[0]):
+        vector = T.min(first + i, vectors - 1)
+        block = vector * LANES // BLOCK
         last[i] = T.truncdiv(block * steps + steps - 1, stretch) - T.truncdiv(block * steps, stretch)
+        place[i] = row * vectors + vector
+
+
+@T.macro
+def load_parts(parallel: Any, loaded: Any, last: Any, place: Any, parts: Any) -> None:
+    """Load vectors' parts `[MAX_PARTS, vectors, LANES]`, zeros where there are fewer: all loads at once."""
     for part in T.unroll(MAX_PARTS):
-        if part < parts.shape[0]:  # the same for all threads
-            for i, j in parallel(num_vectors, lanes):
-                loaded[part, i, j] = parts[T.min(part, last[i]), row, T.min(first + i, parts.shape[2] - 1), j]
-    for i, j in parallel(num_vectors, lanes):
-        sums[i, j] = loaded[0, i, j]
-    for part in T.unroll(1, MAX_PARTS):
-        if part < parts.shape[0]:
-            for i, j in parallel(num_vectors, lanes):
-                sums[i, j] += T.if_then_else(part <= last[i], loaded[part, i, j], 0.0)
+        for i, j in parallel(*loaded.shape[1:]):
+            loaded[part, i, j] = T.if_then_else(part <= last[i], parts[part, place[i], j], 0.0)
+
+
+@T.macro
+def add_parts(parallel: Any, sums: Any, loaded: Any) -> None:
+    """Set `sums` to the sums of loaded parts `[vectors, LANES]`."""
+    T.clear(sums)
+    for part in T.unroll(MAX_PARTS):
+        for i, j in parallel(*sums.shape):
+            sums[i, j] += loaded[part, i, j]
 
 
 def product(dtype: str, tokens: int, cpu: bool = False) -> Any:

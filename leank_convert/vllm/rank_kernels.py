@@ -29,10 +29,10 @@ class RankKernels:
 
     def sum_parts(self, product: Product) -> torch.Tensor:
         """Return a product's outputs in the model's dtype `[T, n]`."""
-        output = torch.empty_like(product.vectors[0], dtype=self.kernels.key.dtype)
+        output = torch.empty_like(product.parts[0], dtype=self.kernels.key.dtype)
         with torch.cuda.device(output.device):
-            self._sum(product.vectors, output, *product.cut)
-        return output.flatten(1)
+            self._sum(product.vectors, output.view(len(output), -1, LANES), *product.cut)
+        return output
 
     def add_norm(
         self, hidden: torch.Tensor, delta: Product | None, weight: torch.Tensor, eps: float
@@ -48,7 +48,7 @@ class RankKernels:
         """The same of a delta `[T, n]` that is added up."""
         shape = (len(hidden), -1, LANES)
         summed, normed = (torch.empty_like(hidden) for _ in range(2))
-        states = hidden.view(shape), delta.view(1, *shape), weight.detach().view(-1, LANES)
+        states = hidden.view(shape), delta.view(1, -1, LANES), weight.detach().view(-1, LANES)
         with torch.cuda.device(hidden.device):
             self._add_norm(*states, summed.view(shape), normed.view(shape), 1, eps, 1, 1)
         return summed, normed

@@ -13,7 +13,7 @@ from leank_convert._runtime.kernel_glue_leank import add_norm
 from leank_convert._runtime.kernel_key_leank import LANES, MAX_PARTS, KernelKey
 from leank_convert._runtime.kernel_leank import WARPGROUP, KernelShape, compile_kernels
 from leank_convert._runtime.kernel_line_leank import T, loops
-from leank_convert._runtime.kernel_product_leank import add_parts
+from leank_convert._runtime.kernel_product_leank import add_parts, find_parts, load_parts
 
 
 def compile_sum_kernels(key: KernelKey, arch: str) -> list[Any]:
@@ -24,23 +24,25 @@ def compile_sum_kernels(key: KernelKey, arch: str) -> list[Any]:
 
 def sum_parts(shape: KernelShape, cpu: bool = False) -> Any:
     """Return the kernel of the sum, which is launched while the product ahead of it ends."""
-    rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
+    rows, vectors, most_parts, all_vectors = T.dynamic("rows, vectors, most_parts, all_vectors")
     _, fragment, parallel, threads = loops(cpu, WARPGROUP)
 
     @T.prim_func
     def leank_sum_parts(
-        parts: T.Tensor((most_parts, rows, vectors, LANES), "float32"),
+        parts: T.Tensor((most_parts, all_vectors, LANES), "float32"),
         output: T.Tensor((rows, vectors, LANES), shape.query_type),
         steps: T.int32,
         stretch: T.int32,
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
             sums = fragment((WARPGROUP, LANES), "float32")
-            last = fragment((WARPGROUP,), "int32")
+            last, place = [fragment((WARPGROUP,), "int32") for _ in range(2)]
             loaded = fragment((MAX_PARTS, WARPGROUP, LANES), "float32")
+            find_parts(parallel, last, place, row, vectors, block * WARPGROUP, steps, stretch)
             if not cpu:
                 T.pdl_sync()
-            add_parts(parallel, sums, last, loaded, parts, row, block * WARPGROUP, steps, stretch)
+            load_parts(parallel, loaded, last, place, parts)
+            add_parts(parallel, sums, loaded)
             for i, j in parallel(WARPGROUP, LANES):
                 if block * WARPGROUP + i < vectors:
                     output[row, block * WARPGROUP + i, j] = T.cast(sums[i, j], shape.query_type)
