@@ -80,21 +80,21 @@ def apply_mask(model: Any, mask: MaskSource, **sizes: int | None) -> Callable[[]
     means = None if mask.key_mean is None else [own.float()[None] for own in mask.key_mean]
     bases = None if mask.value_basis is None else list(mask.value_basis)
 
-    config, joined = model.config, _joined(model)
-    attention = config._attn_implementation
+    joined, attention = _joined(model), model.config._attn_implementation
+    configs = [(config, config._attn_implementation) for config in _configs(model)]
     model.__class__ = getattr(modeling_leank, f"LeanK{stock.__name__}")
-    config.leank, model.graph_memory = block, GraphMemory()
-    model.key_means, model.value_bases = means, bases
-    config._attn_implementation = ATTENTION_NAME
+    model.graph_memory, model.key_means, model.value_bases = GraphMemory(), means, bases
+    for config, _ in configs:
+        config.leank, config._attn_implementation = block, ATTENTION_NAME
     hook = model.register_state_dict_post_hook(own_storages)
 
     def undo() -> None:
         # Whatever became of them in between, such as another config in the place of this one.
         hook.remove()
         model.__class__ = stock
-        for each in (config, model.config):
-            each.__dict__.pop("leank", None)
-            each._attn_implementation = attention
+        for config, own in [*((config, attention) for config in _configs(model)), *configs]:
+            config.__dict__.pop("leank", None)
+            config._attn_implementation = own
         for name in ("key_means", "value_bases", "graph_memory"):
             model.__dict__.pop(name, None)
         for parameter in _joined(model) - joined:  # which decoding laid side by side
@@ -130,13 +130,18 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
 
 def find_mask(mask: MaskSource, name: str) -> tuple[ChannelMask, str]:
     """Return a mask, and what messages call it."""
-    origin = "mask"
-    if not isinstance(mask, ChannelMask):
-        path = find_packaged(name, None) if mask is None else resolve_mask(mask)
-        if path is None:
-            raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
-        mask, origin = load_mask(path), str(path)
-    return mask, origin
+    if isinstance(mask, ChannelMask):
+        return mask, "mask"
+    path = find_packaged(name, None) if mask is None else resolve_mask(mask)
+    if path is None:
+        raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
+    return load_mask(path), str(path)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configs that modules read: the model's, and those of modules that PEFT copied."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return [config for config in found if isinstance(config, transformers.PreTrainedConfig)]
 
 
 def _joined(model: nn.Module) -> set[nn.Parameter]:

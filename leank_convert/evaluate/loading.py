@@ -113,8 +113,7 @@ def load_evaluated(
         apply_mask(model, mask, **stated)
     settings = read_settings(model.config)
     windows = Windows(**vars(settings.windows))
-    masks = settings.channel_masks
-    return EvaluatedModel(model, dense, tokenizer, model.config.leank, facts, masks, windows)
+    return EvaluatedModel(model, dense, tokenizer, model.config.leank, facts, settings.channel_masks, windows)
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool, spreads: bool = False) -> Any:

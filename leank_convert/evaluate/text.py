@@ -158,9 +158,8 @@ def evaluate_text(
     earlier result, or as `measure_rows`.
     """
     check_names(also)
-    out = None if out is None else user_path(out)
     if out is not None:
-        check_folder(out)
+        out = check_folder(user_path(out))
         if found := next((path for name in (JSON_NAME, FIGURE_NAME) if (path := out / name).exists()), None):
             raise LeanKError(
                 f"`{found}` is the result of an earlier run",

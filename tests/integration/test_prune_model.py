@@ -104,13 +104,15 @@ def test_an_adapter_in_place_keeps_its_effect(converted):
     peft = pytest.importorskip("peft")
     checkpoint = converted("llama")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
-    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["1.self_attn"]}  # which it copies
+    settings = peft.LoraConfig(init_lora_weights=False, **options)
     plain = tokens(model)
     adapted = peft.get_peft_model(model, settings).get_base_model().eval()
     expected = tokens(adapted)
     assert expected != plain
     with prune_model(adapted, checkpoint.folder, **SIZES):  # of all channels
         assert tokens(adapted) == expected
+    assert tokens(adapted) == expected
 
 
 def test_what_cannot_be_pruned_in_memory_is_refused_and_left_alone(converted):
