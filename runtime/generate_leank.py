@@ -68,16 +68,20 @@ class GenerateMixin:
             for value in (given[name], defaults[name]):
                 if value is not None:
                     check_choice(value, choices, f"`{name}`")
+        cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        cache = earlier_name if cache is None else cache
         if _first_given(kwargs, configs, "use_cache") is False:
-            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+            # Training leaves it in the model's own config; for embeddings transformers takes a cache anyway.
+            is_asked = kwargs.get("use_cache") is False or configs[1].use_cache is not False
+            if is_asked and cache is None and kwargs.get("inputs_embeds") is None:
+                return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+            kwargs["use_cache"] = True
         # transformers takes a cache or the name of one.
         if getattr(generation_config, "cache_implementation", None) is not None:
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # type: ignore[union-attr]
         if kwargs.pop("cache_implementation", None) or configs[1].cache_implementation:
             kwargs["cache_implementation"] = None
-        cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
-        cache = earlier_name if cache is None else cache
         is_assistant = _first_given(kwargs, configs, "is_assistant")
         if cache is None:
             chosen = {name: defaults[name] if value is None else value for name, value in given.items()}
@@ -133,19 +137,15 @@ class GenerateMixin:
 
 def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:
     """Return an option from where `generate` would take it: arguments, then generation configs."""
-    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
-        if value is not None:
-            return value
-    return None
+    values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
     """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
     candidates = [kwargs.get("attention_mask"), kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids")]
-    for candidate in candidates:
-        if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
-            return int(candidate.shape[1])
-    return None
+    tensors = (each for each in candidates if isinstance(each, torch.Tensor))
+    return next((each.shape[1] for each in tensors if each.ndim >= 2), None)
 
 
 def _check_goes_on(

@@ -125,8 +125,7 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
 
 
 def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(converted, load, tmp_path):
-    checkpoint = converted("llama", WIDTHS)
-    other = converted("llama", [[8, 0], [3, 16]], name="other")
+    checkpoint, other = converted("llama", WIDTHS), converted("llama", [[8, 0], [3, 16]], name="other")
     lora, logits, tokens = adapter_of(checkpoint.folder, tmp_path / "lora", target_modules=ALL)
     given = ("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
     told = rejected(*given)

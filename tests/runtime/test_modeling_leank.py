@@ -112,6 +112,8 @@ def test_every_cache_of_a_call_is_of_the_kind_that_it_asks_for(family, config, o
 def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair):
     model = model_pair([(3, 9), (5, 16)]).leank
     expected, cache = model.generate(one_row(), **GREEDY), model.build_cache()
+    model.generation_config.use_cache = False  # as training leaves it, and pipelines pass a copy of that
+    assert torch.equal(model.generate(one_row(), copy.copy(model.generation_config), **GREEDY), expected)
     assert model.generate(one_row(), **GREEDY, **{name: cache}).tolist() == expected.tolist()
     assert cache.get_seq_length() == expected.shape[1] - 1
     with torch.no_grad():  # by its name, which `feed` chooses
@@ -155,8 +157,7 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(pair):
     model.generation_config.prune = "deferred"
     assert mode() == "deferred"
     assert mode(prune="eager") == "eager"
-    custom = GenerationConfig(**settings, prune="eager")
-    assert model.generate(one_row(), custom)[CACHE].prune == "eager"
+    assert model.generate(one_row(), GenerationConfig(**settings, prune="eager"))[CACHE].prune == "eager"
     with pytest.raises(ValueError, match="`prune` is 'lazy', not one of `eager`, `deferred`"):
         model.generate(one_row(), prune="lazy")
 
@@ -174,10 +175,11 @@ def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(pair):
     assert empty.prune == "deferred"
 
 
-def test_inputs_embeds_give_what_ids_give(pair):
+@pytest.mark.parametrize("use_cache", [None, False])  # transformers takes a cache for them all the same
+def test_inputs_embeds_give_what_ids_give(use_cache, pair):
     batch = padded_batch()
-    embeds = pair.leank.get_input_embeddings()(batch["input_ids"])
-    ours = pair.leank.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
+    mask, embeds = batch["attention_mask"], pair.leank.get_input_embeddings()(batch["input_ids"])
+    ours = pair.leank.generate(inputs_embeds=embeds, attention_mask=mask, use_cache=use_cache, **GREEDY)
     assert ours.tolist() == pair.leank.generate(**batch, **GREEDY)[:, 21:].tolist()
 
 
@@ -346,8 +348,7 @@ def two_turns(model, cache, turn, hidden):
 @pytest.mark.parametrize("turn", [1, 5, 40])
 def test_a_row_that_ended_before_others_goes_on_without_what_was_fed_to_it_since(turn, model_pair):
     pair = model_pair(everything())
-    cache = pair.leank.build_cache()
-    ended = slice(12, 15)
+    cache, ended = pair.leank.build_cache(), slice(12, 15)
     assert torch.equal(two_turns(pair.leank, cache, turn, ended), two_turns(pair.dense, None, turn, ended))
     assert cache.rows.lengths.tolist() == [12 + turn + 23, 15 + turn + 23]
     cache.crop(-4)
