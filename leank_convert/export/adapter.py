@@ -219,7 +219,7 @@ def _plan(
     for tensor in header.tensors.values():
         match = _TENSOR.fullmatch(tensor.name)
         if match is None:
-            if "self_attn" in tensor.name:
+            if ".self_attn." in tensor.name:
                 raise _unknown(path, tensor)
             continue
         module, part = f"model.{match[1]}", match[2]

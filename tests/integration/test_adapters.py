@@ -22,6 +22,7 @@ ADAPTERS = {
     "qwen2": {"target_modules": ALL, "use_dora": True, "bias": "all"},
     "qwen3": {"target_modules": ["k_proj"], "modules_to_save": ["o_proj", "q_norm", "lm_head"]},
     "phi3": {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True},
+    "glm4": {"target_modules": ALL, "modules_to_save": ["post_self_attn_layernorm"]},
     "olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
 }
 

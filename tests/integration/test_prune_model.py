@@ -117,10 +117,9 @@ def test_an_adapter_in_place_keeps_its_effect(converted):
 
 def test_what_cannot_be_pruned_in_memory_is_refused_and_left_alone(converted):
     checkpoint = converted("llama", WIDTHS)
-    mask = checkpoint.folder
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source)
 
-    def refused(model, message, mask=mask):
+    def refused(model, message, mask=checkpoint.folder):
         before = type(model), dict(vars(model))
         with pytest.raises(LeanKError, match=re.escape(message)), prune_model(model, mask):
             pass
@@ -132,7 +131,7 @@ def test_what_cannot_be_pruned_in_memory_is_refused_and_left_alone(converted):
         refused(
             transformers.LlamaForCausalLM(model.config), "weights of `LlamaForCausalLM` are not in memory"
         )
-    with prune_model(model, mask):
+    with prune_model(model, checkpoint.folder):
         refused(model, "`LeanKLlamaForCausalLM` is pruned already")
     refused(model, "no packaged mask for", mask=None)
     refused(model, "has shape [2, 2, 8]", mask=ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool)))
