@@ -24,7 +24,7 @@ _MAX_JSON_DEPTH = 64
 
 def user_path(path: str | os.PathLike[str]) -> Path:
     """What a user names as a path, be it there or not; LeanKError if no file system would take it."""
-    if path == "":
+    if isinstance(path, str) and not path:
         raise LeanKError("'' cannot be a path: it is empty", hint="is a variable not set?")
     try:
         found = Path(path).expanduser()
