@@ -27,7 +27,9 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     if isinstance(path, str) and not path:
         raise LeanKError("'' cannot be a path: it is empty", hint="is a variable not set?")
     try:
-        found = Path(path).expanduser()
+        found = Path(path)
+        if str(found).startswith("~"):  # no home is meant by `./~x`, whose absolute path says so for good
+            found = found.expanduser() if os.fspath(path).startswith("~") else found.absolute()
         found.exists()
     except (OSError, RuntimeError, TypeError) as error:  # too long; nobody's home; a number
         named = cut(str(path) if isinstance(path, Path) else path)

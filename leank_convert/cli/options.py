@@ -26,10 +26,6 @@ SEED = click.IntRange(0, 2**63 - 1)
 class UserPath(click.Path):
     """A path; what shells leave of `~`, as in `--out=~/out`, is expanded."""
 
-    def __init__(self, **options: Any) -> None:
-        """Take options of `click.Path`."""
-        super().__init__(path_type=Path, **options)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a path."""
         return user_path(str(super().convert(value, param, ctx)))
