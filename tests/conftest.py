@@ -26,6 +26,7 @@ from leank_convert.testbed import MODEL_DIR  # noqa: E402
 from tests.checks import provenance_of  # noqa: E402
 from tests.tiny_families import random_mask, tiny_folder  # noqa: E402
 
+torch.set_num_threads(1)  # bits may depend on it, and workers share the cores
 POISONED = ("empty", "empty_like", "empty_strided")
 # torch remembers, at its first use, which functions `with torch.device(...)` concerns: not these stand-ins.
 with torch.device("meta"):

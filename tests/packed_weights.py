@@ -123,10 +123,6 @@ def compressed_by_library(form, scales_of, **weights):
     return Format(config, write, lambda tensors: compressor.decompress(tensors, scheme)["weight"].float())
 
 
-def scales_of_int4(weight):
-    return {"weight_scale": weight.unflatten(1, (-1, GROUP)).abs().amax(2) / 7}
-
-
 def scales_of_nvfp4(weight):
     whole = (448 * 6 / weight.abs().max()).reshape(1)
     largest = weight.unflatten(1, (-1, 16)).abs().amax(2)
@@ -226,7 +222,9 @@ FEW_BITS = {
     "compressed-tensors": lambda: compressed(in_order),
     "compressed-tensors in the order of activations": lambda: compressed(by_activation),
     "compressed-tensors by the library": lambda: compressed_by_library(
-        "pack-quantized", scales_of_int4, strategy="group"
+        "pack-quantized",
+        lambda weight: {"weight_scale": weight.unflatten(1, (-1, GROUP)).abs().amax(2) / 7},
+        strategy="group",
     ),
     "NVFP4 by the library": lambda: compressed_by_library(
         "nvfp4-pack-quantized", scales_of_nvfp4, strategy="tensor_group", group_size=16, type="float"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from leank_convert.trust import check_code, check_config
-from tests.checks import edit_json, refusal, remove, write
+from tests.checks import append, edit_json, refusal, remove, write
 
 
 @pytest.fixture
@@ -19,11 +19,6 @@ def folder(shipped_checkpoint, tmp_path):
 
 def set_config(**changes):
     return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-def change_a_byte(folder):
-    path = folder / "cache_leank.py"
-    path.write_bytes(path.read_bytes().replace(b"K", b"k", 1))
 
 
 def link_a_file(folder):
@@ -44,7 +39,7 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
 @pytest.mark.parametrize(
     ("plant", "named"),
     [
-        (change_a_byte, "cache_leank.py' in `FOLDER` is no runtime file"),
+        (append("cache_leank.py"), "cache_leank.py' in `FOLDER` is no runtime file"),
         (write("evaluate_me.py"), "evaluate_me.py' in `FOLDER` is no runtime file"),
         # transformers runs it in place of `generate`, without a word in any config.
         (write("custom_generate/generate.py"), "generate.py' in `FOLDER` is no runtime file"),

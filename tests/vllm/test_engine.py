@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.families import ARCHITECTURES
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
+from tests.checks import edit_tensors
 from tests.vllm.conftest import NEAR, NGRAMS, TWICE, answers_of, ask, gaps_of, prune_values, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -41,10 +41,8 @@ def fused(centred, in_fp8, random_checkpoint, tmp_path_factory):
 def said(checkpoint, centred, shipped, in_fp8, fused, random_checkpoint, tmp_path_factory):
     """What every engine says."""
     scaled = shutil.copytree(checkpoint, tmp_path_factory.mktemp("engine") / "scaled")
-    weights = load_file(scaled / "model.safetensors")
-    for layer in range(3):
-        weights |= {f"model.layers.{layer}.self_attn.{name}": torch.ones(4, 32) for name in SCALE_NAMES}
-    save_file(weights, scaled / "model.safetensors", {"format": "pt"})
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in range(3) for name in SCALE_NAMES]
+    edit_tensors(scaled / "model.safetensors", **{name: torch.ones(4, 32) for name in names})
     chunks = {"rounds": TWICE, "max_num_batched_tokens": 128, "block_size": 16}
     runs = {
         "batch": ask(checkpoint, rounds=TWICE),

@@ -8,9 +8,8 @@ import re
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-from tests.checks import edit_json
+from tests.checks import edit_json, edit_tensors
 from tests.vllm.conftest import answers_of, ask, run_engines, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -111,10 +110,8 @@ def test_damaged_weights_and_a_pool_for_less_than_a_request_are_refused_and_the_
 ):
     """A prompt takes kept and window pages of all its tokens, and so it is counted."""
     missing, short = (shutil.copytree(checkpoint, tmp_path / name) for name in ("missing", "short"))
-    weights = load_file(checkpoint / "model.safetensors")
-    weight = weights.pop(WEIGHT)
-    save_file(weights, missing / "model.safetensors", {"format": "pt"})
-    save_file({**weights, WEIGHT: weight[:-32].clone()}, short / "model.safetensors", {"format": "pt"})
+    edit_tensors(missing / "model.safetensors", **{WEIGHT: None})
+    edit_tensors(short / "model.safetensors", **{WEIGHT: lambda weight: weight[:-32]})
     memory = {"kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False}
     load = {"lengths": (MOST - 20,) * 2, "new": 20}
     runs = {

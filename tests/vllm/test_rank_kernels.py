@@ -1,5 +1,7 @@
 """The kernels around a sum over ranks, on TileLang's CPU target, against plain torch."""
 
+import functools
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from leank_convert.vllm.sum_kernel import compile_sum_kernels, sum_parts
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
 
 pytestmark = pytest.mark.usefixtures("no_device_to_choose")
+whole_add_norm = functools.partial(add_norm, whole=True)
 SHAPE = KernelShape(torch.device("cpu"), torch.float32, 32, 2, 16, 3, 8)
 
 
@@ -22,10 +25,6 @@ class CpuRankKernels(RankKernels):
         self.product = self.kernels.product
         self._sum = compiled_for_cpu(sum_parts, SHAPE)
         self._add_norm = compiled_for_cpu(whole_add_norm, SHAPE)
-
-
-def whole_add_norm(shape, cpu):
-    return add_norm(shape, cpu, whole=True)
 
 
 @pytest.mark.parametrize("num_programs", [1, 11, 40])

@@ -23,12 +23,9 @@ DATA = DataSection(
 
 @pytest.fixture(scope="module")
 def subject():
-    """The shipped model, on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """The shipped model."""
     recipe = load_recipe("quickstart")
-    yield load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
-    torch.set_num_threads(before)
+    return load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

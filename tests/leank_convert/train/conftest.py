@@ -1,7 +1,6 @@
 import json
 import os
-import subprocess
-import sys
+import signal
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -13,29 +12,29 @@ from transformers import DynamicCache
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.train.attention import ATTENTION_NAME
+from tests.checks import run_python
 from tests.tiny_families import tiny_folder
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Bits may depend on the number of threads; subprocesses are told the same number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+DEATHS = [
+    ("step", 8),  # between the stages
+    ("optimizer", 12),  # in the middle of a step of stage 2
+    ("fsync", 8),  # a state is written but not renamed
+    ("rename", 3),  # the log
+    ("mask", 1),  # trained to the end, no mask yet
+]
+SIGNALS = [
+    (signal.SIGINT, "Ctrl-C", 130, 4),  # stage 1, between two saved states
+    (signal.SIGTERM, "SIGTERM", 143, 10),  # stage 2
+    (signal.SIGTERM, "SIGTERM", 143, 12),  # the last step
+]
+EVENTS = {"signal": 143, "memory": 1}  # of two ranks, and their exit code
 
 
 @pytest.fixture(scope="session")
 def finished(once_per_run, short_recipe, retriever_folder):
     """The folder of a run of `short_recipe()` that nothing interrupted; to be copied, not changed."""
-
-    def train(out):
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        train_mask(retriever_folder, out, recipe=short_recipe(), progress=False)
-        torch.set_num_threads(before)
-
-    return once_per_run("finished_run", train)
+    given = {"recipe": short_recipe(), "progress": False}
+    return once_per_run("finished_run", lambda out: train_mask(retriever_folder, out, **given))
 
 
 @pytest.fixture(scope="session")
@@ -45,32 +44,41 @@ def finished_mask(finished):
 
 
 @pytest.fixture(scope="session")
-def run_forked(once_per_run, retriever_folder):
-    """Trains in children that something happens to, by `forked_runs.py`: `run_forked("name", recipe, jobs)`.
+def ended(once_per_run, short_recipe, recipe_of_two, retriever_folder):
+    """Runs that something ended: by what and where, the folder, and exit code and output of each rank.
 
-    Gives for each job, by its key, the folder it trained into, and exit code and output of each rank.
+    All are children of one process by `forked_runs.py`: it takes longer to start than most of them take.
     """
+    jobs = {f"{event}-{at}": {"event": event, "at": at} for event, at in DEATHS}
+    for number, reason, _, at in SIGNALS:
+        jobs[f"{reason}-{at}"] = {"event": "signal", "signal": number, "at": at}
+    jobs["twice"] = {"event": "signal", "signal": signal.SIGINT, "times": 2, "at": 4}
+    jobs = {key: {"recipe": short_recipe(), **job} for key, job in jobs.items()}
+    happens = {"ranks": 2, "rank": 1, "at": 3, "signal": signal.SIGTERM, "recipe": recipe_of_two}
+    jobs |= {event: {**happens, "event": event} for event in EVENTS}
+    for name, changes in {"mask": {"mask": "a.pth"}, "width": {"width_multiple": 32}}.items():
+        jobs[name] = {"ranks": 2, "recipe": recipe_of_two.model_copy(update=changes)}
 
-    def run(name, recipe, jobs):
-        common = {"recipe": recipe.model_dump(mode="json"), "model": str(retriever_folder)}
+    def make(folder):
+        folder.mkdir()
+        given = [
+            {"model": str(retriever_folder), **job, "out": str(folder / key)} for key, job in jobs.items()
+        ]
+        asked = json.dumps(given, default=lambda recipe: recipe.model_dump(mode="json"))
+        script, one_thread = Path(__file__).with_name("forked_runs.py"), {"OMP_NUM_THREADS": "1"}
+        ran = run_python(script, input=asked, env={**os.environ, **one_thread})
+        assert ran.returncode == 0, ran.stderr
+        (folder / "results.json").write_text(ran.stdout)
 
-        def make(folder):
-            folder.mkdir()
-            done = subprocess.run(
-                [sys.executable, Path(__file__).with_name("forked_runs.py")],
-                input=json.dumps([{**common, **job, "out": str(folder / key)} for key, job in jobs.items()]),
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            (folder / "results.json").write_text(done.stdout)
+    folder = once_per_run("ended", make)
+    results = json.loads((folder / "results.json").read_text())
+    return {key: (folder / key, ranks) for key, ranks in zip(jobs, results, strict=True)}
 
-        folder = once_per_run(name, make)
-        results = json.loads((folder / "results.json").read_text())
-        return {key: (folder / key, ranks) for key, ranks in zip(jobs, results, strict=True)}
 
-    return run
+@pytest.fixture(scope="session")
+def recipe_of_two(short_recipe):
+    """What two processes share."""
+    return short_recipe(batch_size=4, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
 
 
 @pytest.fixture

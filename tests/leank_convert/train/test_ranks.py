@@ -1,7 +1,6 @@
 """Several processes of one run, on the CPU: they learn what one learns, and fail as one."""
 
 import os
-import signal
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from leank_convert.train.ranks import join_ranks
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.state import TrainingDirectory, load_state
 from tests.checks import refusal, run_python
+from tests.leank_convert.train.conftest import EVENTS
 
 # What launchers are needed for: the rest forks its processes.
 RUN = """
@@ -21,35 +21,21 @@ from leank_convert.methods.make import train_masks
 model, out, recipe = sys.argv[1:]
 print("masks", len(train_masks(model, out, recipe=recipe, device="cpu", progress=False)), flush=True)
 """
-EVENTS = {"signal": 143, "memory": 1}
 
 
 @pytest.fixture(scope="module")
-def recipe(short_recipe):
-    return short_recipe(batch_size=4, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
-
-
-@pytest.fixture(scope="module")
-def alone(once_per_run, recipe, retriever_folder):
-    return once_per_run("alone", lambda out: train_mask(retriever_folder, out, recipe=recipe, progress=False))
-
-
-@pytest.fixture(scope="module")
-def ended(recipe, run_forked):
-    """Runs of two ranks, something happening to the second: by event, the folder, and what each rank gave."""
-    happens = {"ranks": 2, "rank": 1, "at": 3, "signal": signal.SIGTERM}
-    jobs = {event: {**happens, "event": event} for event in EVENTS}
-    for name, changes in {"mask": {"mask": "a.pth"}, "width": {"width_multiple": 32}}.items():
-        jobs[name] = {"ranks": 2, "recipe": recipe.model_copy(update=changes).model_dump(mode="json")}
-    return run_forked("ended_ranks", recipe, jobs)
+def alone(once_per_run, recipe_of_two, retriever_folder):
+    return once_per_run(
+        "alone", lambda out: train_mask(retriever_folder, out, recipe=recipe_of_two, progress=False)
+    )
 
 
 def test_two_ranks_learn_what_one_learns_from_the_same_samples(
-    recipe, alone, retriever_folder, tmp_path, read_log
+    recipe_of_two, alone, retriever_folder, tmp_path, read_log
 ):
     out = tmp_path / "two"
     (tmp_path / "run.py").write_text(RUN)
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "recipe.yaml").write_text(recipe_of_two.to_yaml())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     given = tmp_path / "run.py", retriever_folder, out, tmp_path / "recipe.yaml"
     done = run_python(*launcher, *given, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -71,7 +57,9 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_ends_one_rank_ends_all_with_the_state_saved(event, ended, recipe, alone, retriever_folder):
+def test_what_ends_one_rank_ends_all_with_the_state_saved(
+    event, ended, recipe_of_two, alone, retriever_folder
+):
     out, [(first_code, first), (second_code, second)] = ended[event]
     assert first_code == second_code == EVENTS[event], (first, second)
     told = {
@@ -82,7 +70,7 @@ def test_what_ends_one_rank_ends_all_with_the_state_saved(event, ended, recipe, 
     assert "told:" not in second
     assert load_state(TrainingDirectory(out).state).step == (4 if event == "signal" else 3)
     # Another number of ranks may go on with it.
-    found = train_mask(retriever_folder, out, recipe=recipe, resume=True, progress=False)
+    found = train_mask(retriever_folder, out, recipe=recipe_of_two, resume=True, progress=False)
     expected = load_mask(TrainingDirectory(alone).mask)
     assert torch.equal(found.scaling_factors, expected.scaling_factors)
 

@@ -18,20 +18,7 @@ from leank_convert.train import graphs, run
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory, load_state
 from tests.checks import refusal
-from tests.leank_convert.train.conftest import without_times
-
-DEATHS = [
-    ("step", 8),  # between the stages
-    ("optimizer", 12),  # in the middle of a step of stage 2
-    ("fsync", 8),  # a state is written but not renamed
-    ("rename", 3),  # the log
-    ("mask", 1),  # trained to the end, no mask yet
-]
-SIGNALS = [
-    (signal.SIGINT, "Ctrl-C", 130, 4),  # stage 1, between two saved states
-    (signal.SIGTERM, "SIGTERM", 143, 10),  # stage 2
-    (signal.SIGTERM, "SIGTERM", 143, 12),  # the last step
-]
+from tests.leank_convert.train.conftest import DEATHS, SIGNALS, without_times
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +42,9 @@ def resume(recipe, retriever_folder):
     return run
 
 
-@pytest.fixture(scope="module")
-def ended(recipe, run_forked):
-    """Runs that were killed or asked to end: by event and place, exit code, output and folder."""
-    jobs = {f"{event}-{at}": {"event": event, "at": at} for event, at in DEATHS}
-    for number, reason, _, at in SIGNALS:
-        jobs[f"{reason}-{at}"] = {"event": "signal", "signal": number, "at": at}
-    jobs["twice"] = {"event": "signal", "signal": signal.SIGINT, "times": 2, "at": 4}
-    return {key: (*ranks[0], out) for key, (out, ranks) in run_forked("ended", recipe, jobs).items()}
-
-
 @pytest.mark.parametrize("death", [f"{event}-{at}" for event, at in DEATHS])
 def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, finished, read_log):
-    code, printed, out = ended[death]
+    out, [(code, printed)] = ended[death]
     assert code == -signal.SIGKILL, printed
     assert not TrainingDirectory(out).mask.exists()
     resume(out)
@@ -100,7 +77,7 @@ def test_existing_run_is_not_overwritten_without_resume(resume, uninterrupted):
 def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
     reason, exit_code, at, ended, resume, finished, read_log
 ):
-    code, printed, out = ended[f"{reason}-{at}"]
+    out, [(code, printed)] = ended[f"{reason}-{at}"]
     assert code == exit_code, printed
     message, hint = printed.splitlines()
     assert message.startswith(f"told: {reason} ended the run; its state is saved in `")
@@ -115,7 +92,7 @@ def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
 
 
 def test_a_second_signal_ends_the_run_at_once(ended):
-    _, printed, out = ended["twice"]
+    out, [(_, printed)] = ended["twice"]
     assert "KeyboardInterrupt" in printed
     assert load_state(TrainingDirectory(out).state).step == 3
 

@@ -184,11 +184,6 @@ def roll(rows):
     return [rows[0], [*rows[1][1:], rows[1][0]]]
 
 
-def move_channels(rows):
-    """Keep as many other channels of every head: 3 hex digits of 12 channels, and one of padding."""
-    return [row[1:3] + row[0] + row[3:] for row in rows]
-
-
 # What is put into the `leank` block, and what the check of config.json says of it. The runtime's tests have
 # all that its reader, which is asked here, refuses.
 LEANK = [
@@ -203,7 +198,8 @@ LEANK = [
 ]
 # What contradicts other files alone.
 ELSEWHERE = {
-    "channel_masks": (move_channels, "mask file: "),
+    # Of three hex digits, and one of padding: every head keeps as many other channels.
+    "channel_masks": (lambda rows: [row[1:3] + row[0] + row[3:] for row in rows], "mask file: "),
     "sink_size": (7, "header metadata: "),
     "recent_size": (7, "header metadata: "),
     "flush_size": (7, "header metadata: "),
