@@ -6,7 +6,7 @@ What a conversation feeds to a model, and what it does to the cache, it does to 
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,10 @@ class Row:
     sink: list = field(default_factory=list)  # this and the next: tokens there, once the prompt is split
     pruned: list = field(default_factory=list)
     recent: list = field(default_factory=list)
+
+    def copy(self):
+        """One that goes on by itself: entries of lists are never changed."""
+        return replace(self, **{name: [*held] for name, held in vars(self).items() if isinstance(held, list)})
 
     def look(self, others=(), is_dense=False):
         """Let the next token see what the regions hold, and others."""
@@ -208,7 +212,7 @@ class Conversation:
     def move(self, method, argument, rows):
         """Call a method of the cache that leaves it with these rows of before."""
         getattr(self.cache, method)(argument)
-        self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
+        self.rows = [self.rows[row].copy() for row in rows]
 
     def reorder(self, *rows):
         """As beams are."""
@@ -225,7 +229,7 @@ class Conversation:
         """Go on from here a second time, with other windows."""
         forked = copy.copy(self)
         forked.cache = fork(self.cache, **sizes)
-        forked.rows = copy.deepcopy(self.rows)
+        forked.rows = [row.copy() for row in self.rows]
         for row in forked.rows:
             given = zip(("sink_size", "recent_size", "flush_size"), row.sizes, strict=True)
             row.sizes = tuple(sizes.get(name, size) for name, size in given)
@@ -270,7 +274,7 @@ class Restatement:
 
     def __init__(self, talk):
         self.model, self.cache = talk.pair.leank, talk.cache
-        self.rows = copy.deepcopy(talk.rows)
+        self.rows = [row.copy() for row in talk.rows]
         self.prompts: dict[tuple[int, ...], int] = {}
         for prompt in [prompt for row in talk.rows for prompt in row.prompts]:
             if self.prompts.setdefault(tuple(prompt), len(self.rows)) == len(self.rows):
@@ -278,6 +282,7 @@ class Restatement:
                 ghost.read(len(prompt))
                 self.rows.append(ghost)
         self.layers = {layer.layer_idx: place for place, layer in enumerate(self.cache.pruned_layers)}
+        self.views = [row.view() for row in self.rows]
 
     def kept_values(self, place):
         """Channels of V that pruned tokens keep, bool `[H_kv, D]`."""
@@ -361,7 +366,7 @@ def slow_attention(module, query, key, value, _, **kwargs):
     outputs = torch.zeros_like(query).transpose(1, 2)
     for index, row in enumerate(restated.rows):
         count = len(row.tokens)
-        view, is_dense = row.view(), torch.tensor(row.is_dense)[:, None]
+        view, is_dense = restated.views[index], torch.tensor(row.is_dense)[:, None]
         is_kept = torch.ones_like(restated.rows[0].masks[0])  # of V's channels
         if module.layer_idx in restated.layers:
             is_kept = restated.kept_values(restated.layers[module.layer_idx])

@@ -1,13 +1,25 @@
 """What stands in for a GPU: graphs that record operations, and the kernels' interface in plain torch."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from runtime.fp8_leank import as_bytes, quantise
+
+
+@functools.cache
+def places_written(func):
+    """Which arguments an operation writes to."""
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, kind in enumerate(kinds) if kind is not None and kind.is_write]
+
+
+def flat(value):
+    """What an operation takes or gives, lists taken apart."""
+    return [leaf for part in value for leaf in flat(part)] if isinstance(value, list | tuple) else [value]
 
 
 class Recorder(TorchDispatchMode):
@@ -23,21 +35,19 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise RuntimeError("the host asked for a value during a capture")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self.made:
-                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        for place in places_written(func):
+            if place < len(args) and (storage := args[place].untyped_storage()).data_ptr() not in self.made:
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **kwargs)
         used = {
             value.untyped_storage().data_ptr()
-            for value in tree_flatten((args, kwargs))[0]
+            for value in flat([*args, *kwargs.values()])
             if isinstance(value, torch.Tensor)
         }
         # Views and what was written in place need no copy of their own at a replay.
         results = [
             (index, value)
-            for index, value in enumerate(tree_flatten(out)[0])
+            for index, value in enumerate(flat(out))
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in used
         ]
         self.made.update(value.untyped_storage().data_ptr() for _, value in results)
@@ -80,7 +90,7 @@ class RecordedGraph:
 
     def replay(self):
         for func, args, kwargs, results in self._recorder.operations:
-            new = tree_flatten(func(*args, **kwargs))[0]
+            new = flat(func(*args, **kwargs))
             for index, old in results:
                 old.copy_(new[index])
 
