@@ -27,9 +27,12 @@ from click.testing import CliRunner
 
 from bin.benchmarks.__main__ import benchmark
 from leank_convert.cli import main
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
 from leank_convert.methods import METHODS
 from leank_convert.recipe import Recipe, known_keys
 from leank_convert.recipe_file import load_recipe
+from tests.tiny_families import random_mask, tiny_folder
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,7 +40,11 @@ OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md")]
 CODE = ("bash", "python")
 COMMAND_LINES = {"leank-convert": main, "leank_convert": main, "bin/benchmark": benchmark}  # the second by -m
 DIRECTIVES = ("not run", "run first", "run with")
-LESS_WORK = {"train": ["--set", "held_out_samples=1"], "evaluate": ["-n", "2"]}  # appended to these commands
+# Appended to these commands.
+LESS_WORK = {
+    "train": shlex.split("--set held_out_samples=1 --set calibration_prompts=2 --set data.max_length=300"),
+    "evaluate": ["-n", "2"],
+}
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -197,9 +204,12 @@ class Page:
 
 
 @pytest.mark.parametrize("path", TESTED_PAGES, ids=lambda path: path.stem)
-def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch, request):
+def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch, request, testbed_tokenizer):
     if path.stem != "getting-started":  # of all reports one is drawn
         request.getfixturevalue("without_report")
+    if path.stem == "onnx":  # a graph takes seconds for each layer, of which a trained checkpoint has four
+        source = tiny_folder(tmp_path / "model", testbed_tokenizer, num_hidden_layers=1)
+        export_checkpoint(source, ChannelMask(random_mask([[7, 0]])), tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     modules = set(sys.modules)
