@@ -152,7 +152,7 @@ def shipped_checkpoint(once_per_run):
     """The shipped model with heads of many widths; of prompts below 250 tokens nothing is pruned."""
     from leank_convert.export import export_checkpoint
 
-    widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
+    widths = [[0, 24, 64, 64], [48, 48, 48, 48], [33, 33, 33, 33], [0, 0, 64, 64]]
     mask = ChannelMask(random_mask(widths, 64))
     sizes = {"sink_size": 8, "recent_size": 242, "flush_size": 2}
     return once_per_run("shipped_checkpoint", lambda out: export_checkpoint(MODEL_DIR, mask, out, **sizes))

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from leank_convert.data import SampleSource
 from leank_convert.data.grammar import draw_sentence
+from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.train.model import find_model, load_model
-from tests.tiny_families import tiny_model
+from tests.tiny_families import random_mask, tiny_folder, tiny_model
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -140,13 +141,16 @@ def retriever_half(once_per_run, retriever_folder, retriever_mean):
 
 
 @pytest.fixture(scope="session")
-def retriever_int8(once_per_run, retriever_folder, retriever_mask):
-    """An ONNX folder of it under another rope, its weights quantized, the rest in float16."""
+def retriever_int8(once_per_run, testbed_tokenizer):
+    """An ONNX folder of one such layer under another rope, its weights quantized, the rest in float16."""
     rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     options = {"dtype": "float16", "weights": "int8", "config_overrides": rope}
-    return once_per_run(
-        "retriever_int8", lambda out: export_onnx(retriever_folder, retriever_mask, out, **options)
-    )
+
+    def make(out):
+        source = tiny_folder(out / "source", testbed_tokenizer, num_hidden_layers=1)
+        export_onnx(source, ChannelMask(random_mask([[7, 0]])), out / "onnx", **options)
+
+    return once_per_run("retriever_int8", make) / "onnx"
 
 
 @pytest.fixture
