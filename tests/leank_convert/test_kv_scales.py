@@ -39,7 +39,7 @@ def exported_testbed(tmp_path_factory):
 
     def export(kv_dtype):
         out = tmp_path_factory.mktemp(kv_dtype) / "testbed"
-        done("export", "testbed", "--kv-dtype", kv_dtype, "-o", out)
+        done("export", "testbed", "--kv-dtype", kv_dtype, "--set", "data.max_length=300", "-o", out)
         return out
 
     return functools.cache(export)

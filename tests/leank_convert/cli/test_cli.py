@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
 from tests.checks import done, edit_json, rejected, run, run_python, snapshot
 
-SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
+SHORT = shlex.split("--set data.min_length=160 --set data.max_length=170 --set held_out_samples=2")
 
 
 HELPS = [["--help"], *([command, "--help"] for command in sorted(main.commands))]

@@ -54,7 +54,7 @@ def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
 
 def test_a_mask_loses_of_its_model_what_it_loses_as_a_checkpoint(writer, text, tmp_path):
     source, out = writer.parent / "source", tmp_path / "results"
-    asked = ["--task", "niah_single_1", "--length", 1200, "-n", 2, "--also", "leank+fp8", "--json"]
+    asked = ["--task", "vt", "--length", 1200, "-n", 2, "--also", "leank+fp8", "--json"]
     fed = ["--text", text, "--prefix-tokens", 100, "--num-tokens", 20, "--json"]
     by_mask = [source, "--mask", writer]
     expected, found = (json.loads(done("evaluate", *named, *asked)) for named in ([writer], by_mask))
