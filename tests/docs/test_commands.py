@@ -40,11 +40,8 @@ OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md")]
 CODE = ("bash", "python")
 COMMAND_LINES = {"leank-convert": main, "leank_convert": main, "bin/benchmark": benchmark}  # the second by -m
 DIRECTIVES = ("not run", "run first", "run with")
-# Appended to these commands.
-LESS_WORK = {
-    "train": shlex.split("--set held_out_samples=1 --set calibration_prompts=2 --set data.max_length=300"),
-    "evaluate": ["-n", "2"],
-}
+SHORT = ["held_out_samples=1", "calibration_prompts=2", "data.max_length=300"]  # of every recipe
+LESS_WORK = {"train": [f"--set={change}" for change in SHORT], "evaluate": ["-n", "2"]}  # appended to these
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -212,6 +209,7 @@ def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch, request, testbed_
         export_checkpoint(source, ChannelMask(random_mask([[7, 0]])), tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("leank_convert.load_recipe", lambda name, keys: load_recipe(name, [*keys, *SHORT]))
     modules = set(sys.modules)
     page = Page(tmp_path)
     with patch.dict(METHODS):  # a page adds a row
