@@ -243,7 +243,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             column = number % columns
             position = number % positions
             stored = T.max(head - query_heads, 0)
-            size = (query_heads + 2 * (table_rows - 1)) * (d // LANES)
+            size = (query_heads + 2 * (table_rows - 1)) * (d // LANES)  # of a token, in vectors
             # Loads first, so that none waits for another; a query head makes no use of some of them.
             find_lanes(parallel, place, lanes, stored, row, table_rows - 1, index, table)
             load_mean(parallel, mean, key_mean, row, stored)

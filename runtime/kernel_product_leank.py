@@ -28,7 +28,7 @@ STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), MAX_ROWS: (128, 3)}
 def find_parts(
     parallel: Any, last: Any, place: Any, row: Any, vectors: Any, first: Any, steps: Any, stretch: Any
 ) -> None:
-    """Set `last` to the last part of each vector of a row's outputs, `place` to where the vector lies in it.
+    """Set `last` to the last part of a row's vectors from `first` on, `place` to where they lie in a part.
 
     These divisions need not wait for the product. Beyond the row's end it is the row's last vector.
     """
