@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "mlp_only_layers": [1]},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "attention_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "attention_bias": True, "sliding_window": 0},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
     "mixtral": {"num_local_experts": 4},
     "granite": {

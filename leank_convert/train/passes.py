@@ -89,12 +89,12 @@ def follow_context(
     """
     device = model.device  # where its layers are spread, that of the first
     num_tokens = len(packed.input_ids) if student is None else packed.sizes.answers
-    window = getattr(model.config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
     following = FollowingPass(
         context,
         packed.sizes.questions,
         plan_regions(packed, num_tokens, None if student is None else student.windows, device),
-        None if window is None else plan_regions(packed, num_tokens, None, device, window),
+        plan_regions(packed, num_tokens, None, device, model.config.sliding_window) if slides else None,
         plan_rows(packed, num_tokens) if linear_layers(model) else None,
         student,
     )
