@@ -1,7 +1,7 @@
 """Compare methods that choose channels, on the same held-out prompts.
 
     python examples/compare_methods.py                                           # the shipped toy model
-    python examples/compare_methods.py --methods leank static-norm random --ratio 0.8
+    python examples/compare_methods.py --methods leank static-norm random --ratio 0.5
     python examples/compare_methods.py Qwen/Qwen3-4B --recipe qwen3-4b           # on a GPU
 
 `leank` and `duo-attention` train, the others measure a few prompts; `leank-convert recipes --keys` lists all.
