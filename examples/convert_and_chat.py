@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from leank_convert import export_checkpoint, train_mask
+from leank_convert import export_checkpoint, load_recipe, train_mask
 from leank_convert.testbed.tasks import build_sample
 
 
@@ -28,7 +28,10 @@ def main() -> None:
     args = parser.parse_args()
 
     if not (args.out / "config.json").exists():
-        mask = train_mask(args.model, args.out, recipe=args.recipe, resume=args.out.exists())
+        recipe = load_recipe(args.recipe) if args.recipe else None
+        trains = recipe is None or bool(recipe.trains)
+        resume = trains and args.out.exists()  # where it was stopped
+        mask = train_mask(args.model, args.out, recipe=recipe, resume=resume)
         export_checkpoint(args.model, mask, args.out)
 
     model = AutoModelForCausalLM.from_pretrained(
