@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .layout_leank import cut_layers
 from .memory_leank import CacheMemory
 from .parts_leank import load_part
 from .rows_leank import UNFINISHED, RowState, check_rows
-from .windows_leank import PRUNE_MODES, check_choice, check_size
+from .windows_leank import check_choice, check_size
 
 
 class LeanKCache(Cache):
@@ -49,8 +50,7 @@ class LeanKCache(Cache):
         value_bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
         settings = read_settings(config)
-        mode = settings.windows.prune if prune is None else check_choice(prune, PRUNE_MODES, "`prune`")
-        self.rows = RowState(**settings.windows.sizes, prune=mode)
+        self.rows = RowState(settings.windows if prune is None else replace(settings.windows, prune=prune))
         self.graph = DecodeGraph(use_graphs)
         layouts = cut_layers(settings.widths, settings.value_widths, settings.head_dim)
         stored = settings.kv_dtype if kv_dtype is None else check_choice(kv_dtype, KV_DTYPES, "`kv_dtype`")
@@ -81,13 +81,14 @@ class LeanKCache(Cache):
     @property
     def prune(self) -> str:
         """`eager` or `deferred`."""
-        return self.rows.prune
+        return self.rows.windows.prune
 
     @prune.setter
     def prune(self, value: str) -> None:
-        if check_choice(value, PRUNE_MODES, "`prune`") != self.prune and self.get_seq_length():
+        windows = replace(self.rows.windows, prune=value)
+        if windows != self.rows.windows and self.get_seq_length():
             raise _too_late(f"prunes `{self.prune}`", value)
-        self.rows.prune = value
+        self.rows.windows = windows
 
     @property
     def kv_dtype(self) -> str:

@@ -246,7 +246,7 @@ class DecodeGraph:
             id(model),
             given.signature(),
             # Only without a window does it matter whether a row may have been empty so far.
-            rows.padding is not None and rows.sink_size + rows.recent_size == 0,
+            rows.padding is not None and rows.windows.sink_size + rows.windows.recent_size == 0,
             torch.is_inference_mode_enabled(),
             StepGraph.stream_of(device),
         )

@@ -23,6 +23,7 @@ import torch
 from .kernel_key_leank import MAX_DRAFT
 from .pages_leank import PageTables, pages_of, spread_pages
 from .step_leank import Append, Columns, Split, Step
+from .windows_leank import Windows
 
 UNFINISHED = "an earlier forward pass did not reach every layer; call `reset()` on the cache and begin again"
 
@@ -41,35 +42,30 @@ def is_writable(tensor: torch.Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
-def pruned_after_prefill(lengths: torch.Tensor, sink_size: int, recent_size: int) -> torch.Tensor:
+def pruned_after_prefill(lengths: torch.Tensor, windows: Windows) -> torch.Tensor:
     """Return how many tokens a prefill of `lengths` tokens leaves pruned, per row."""
-    return (lengths - (sink_size + recent_size)).clamp(min=0)
+    return (lengths - (windows.sink_size + windows.recent_size)).clamp(min=0)
 
 
-def pruned_after_append(
-    new_lengths: torch.Tensor, pruned: torch.Tensor, sink_size: int, recent_size: int, flush_size: int
-) -> torch.Tensor:
+def pruned_after_append(new_lengths: torch.Tensor, pruned: torch.Tensor, windows: Windows) -> torch.Tensor:
     """Return how many tokens are pruned once a row has grown to `new_lengths`, one token at a time.
 
     As few flushes happen as leave at most recent_size + flush_size tokens in recent. Before the first of them
     their number is negative or 0, so p stays 0.
     """
-    num_flushes = (new_lengths - pruned - (sink_size + recent_size + 1)) // flush_size
-    return torch.add(pruned, num_flushes.clamp(min=0), alpha=flush_size)
+    num_flushes = (new_lengths - pruned - (windows.sink_size + windows.recent_size + 1)) // windows.flush_size
+    return torch.add(pruned, num_flushes.clamp(min=0), alpha=windows.flush_size)
 
 
 class RowState:
-    """Lengths of every row, shared by the layers of a cache; for sizes and `prune` see `Windows`."""
+    """Lengths of every row, shared by the layers of a cache."""
 
-    def __init__(self, sink_size: int, recent_size: int, flush_size: int, prune: str) -> None:
-        self.sink_size = sink_size
-        self.recent_size = recent_size
-        self.flush_size = flush_size
-        self.prune = prune
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
         self.reset()
 
     def reset(self) -> None:
-        """Forget every row; window sizes and `prune` stay."""
+        """Forget every row; the windows stay."""
         # Columns, padding included, that count as prompt while the cache is empty or its input is pending.
         # None if unknown: then in `deferred` mode one column on pending input begins decoding, and in `eager`
         # mode the first input is the prompt.
@@ -101,7 +97,7 @@ class RowState:
     @property
     def ring_size(self) -> int:
         """Most tokens behind the sink that are whole at a time, a draft's among them."""
-        return self.recent_size + self.flush_size + MAX_DRAFT
+        return self.windows.recent_size + self.windows.flush_size + MAX_DRAFT
 
     @property
     def is_split(self) -> bool:
@@ -147,7 +143,7 @@ class RowState:
             padding = self.extended_padding(attention_mask, start + num_columns)
             if padding is not None and self.is_split:
                 padding = self.padding_with(padding, num_columns)
-            if not self.is_split and (num_decode or self.prune == "eager"):
+            if not self.is_split and (num_decode or self.windows.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
             if num_decode:
@@ -176,7 +172,7 @@ class RowState:
 
     def lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
         """Return tables for rows of `lengths` and `to_come` tokens; if that is negative, for some more."""
-        sizes = self.sink_size, self.ring_size
+        sizes = self.windows.sink_size, self.ring_size
         if to_come < 0:
             return PageTables(spread_pages(lengths, *sizes), *sizes)
         return PageTables(pages_of([length + to_come for length in lengths]), *sizes)
@@ -236,7 +232,7 @@ class RowState:
             self.bounds = lengths.tolist()
             order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)[:, : self.max_length]
         self.lengths = lengths
-        self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
+        self.pruned_lengths = pruned_after_prefill(lengths, self.windows)
         self.addresses = object()
         tables = self.make_room(0, num_columns)
         kept, window = (pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds))
@@ -259,12 +255,12 @@ class RowState:
         lengths, pruned = self.counters()
         tables = self.make_room(1, self.num_columns + num_columns)
         begins = None
-        if self.padding is not None and self.sink_size + self.recent_size == 0:
+        if self.padding is not None and self.windows.sink_size + self.windows.recent_size == 0:
             begins = lengths == 0
         if valid is not None:
             valid = valid.to(lengths.device)
         lengths += 1 if valid is None else valid[:, 0]
-        new_pruned = pruned_after_append(lengths, pruned, self.sink_size, self.recent_size, self.flush_size)
+        new_pruned = pruned_after_append(lengths, pruned, self.windows)
         attended = pruned
         if begins is not None:
             # A row whose input so far was padding alone has its prefill now: it sees its token whole, and
@@ -273,7 +269,7 @@ class RowState:
             new_pruned = torch.where(begins, lengths, new_pruned)
         pruned.copy_(new_pruned)
         self.bounds = [length + 1 for length in self.bounds]
-        return Append(valid, lengths[:, None], attended[:, None], self.bounds, self.sink_size, tables)
+        return Append(valid, lengths[:, None], attended[:, None], self.bounds, self.windows.sink_size, tables)
 
     def _append(self, valid: torch.Tensor | None, count: int, num_columns: int) -> Append:
         """Append the last `count` of `num_columns` columns, `valid` ones `[B, count]` alone.
@@ -309,8 +305,8 @@ class RowState:
         # A row whose input so far was padding alone has its prefill now.
         new_pruned = torch.where(
             old == 0,
-            pruned_after_prefill(new, self.sink_size, self.recent_size),
-            pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size),
+            pruned_after_prefill(new, self.windows),
+            pruned_after_append(new, pruned, self.windows),
         )
         if valid is not None:
             # A row that gets one token decodes it as it would alone: its flush comes first.
@@ -329,7 +325,7 @@ class RowState:
         may_wait = valid is not None and self.next_valid is None
         self.bounds = new.tolist() if may_wait else [length + count for length in self.bounds]
         attended = attended[:, None].repeat(1, count)
-        return Append(valid, seen, attended, self.bounds, self.sink_size, tables, placed)
+        return Append(valid, seen, attended, self.bounds, self.windows.sink_size, tables, placed)
 
     def crop(self, num_columns: int) -> None:
         """Drop the last columns, or raise a ValueError if a token among them has been pruned."""
@@ -376,15 +372,14 @@ class RowState:
         """Shorten rows by so many tokens `[B]`, or raise a ValueError if one of them has been pruned."""
         old, pruned = self.counters()
         lengths = old - (removed if isinstance(removed, int) else removed.to(old.device))
-        cut = (pruned > 0) & (lengths < self.sink_size + pruned)
+        cut = (pruned > 0) & (lengths < self.windows.sink_size + pruned)
         if bool(cut.any()):
-            recent = old - self.sink_size - pruned
+            size, recent = self.windows.recent_size, old - self.windows.sink_size - pruned
             whole = int(recent[pruned > 0].min())
             raise ValueError(
                 f"{what} reaches into the pruned region: only the last {whole} tokens still have all "
-                f"channels (recent_size {self.recent_size}); crop fewer, use a larger `recent_size`, or run "
-                "the prompt again; drafts of assisted decoding must be at most recent_size + 1 tokens, here "
-                f"{self.recent_size + 1}"
+                f"channels (recent_size {size}); crop fewer, use a larger `recent_size`, or run the prompt "
+                f"again; drafts of assisted decoding must be at most recent_size + 1 tokens, here {size + 1}"
             )
         old.copy_(lengths)
         self.bounds = lengths.tolist()
@@ -414,5 +409,5 @@ class RowState:
         runs = [self.tables.runs[row] for row in taken]
         self.bounds = [self.bounds[row] for row in taken]
         if not is_same or not self.tables.fits(self.bounds):
-            self.tables = PageTables(runs, self.sink_size, self.ring_size)
+            self.tables = PageTables(runs, self.windows.sink_size, self.ring_size)
         return torch.tensor(taken, device="cpu")

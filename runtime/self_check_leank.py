@@ -18,10 +18,11 @@ from .rows_leank import RowState
 from .step_leank import Append
 from .store_leank import ChunkStore
 from .turns_leank import attend_turn
+from .windows_leank import Windows
 
 # Prompts of which nothing is pruned, one tile in part, whole tiles.
 _LENGTHS = (33, 90, 333)
-_SINK_SIZE, _RECENT_SIZE, _FLUSH_SIZE = 8, 64, 4
+_WINDOWS = Windows(sink_size=8, recent_size=64, flush_size=4)
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
@@ -81,7 +82,7 @@ def _make_step(key: KernelKey, num_columns: int, random: _Random) -> _Step:
     value_widths = None if chunk == key.head_dim else (0, 0, kept, key.head_dim)
     layout = ChunkLayout(widths, key.head_dim, key.chunk_size, value_widths, chunk)
     index = layout.chunk_index(order_channels(mask[None])).to(key.device)
-    rows = RowState(_SINK_SIZE, _RECENT_SIZE, _FLUSH_SIZE, "eager")
+    rows = RowState(_WINDOWS)
     num_rows, num_prompt, size = len(_LENGTHS), max(_LENGTHS), (len(widths), key.head_dim)
     keys, values = (random(num_rows, len(widths), num_prompt, key.head_dim) for _ in range(2))
     real = (torch.arange(num_prompt) >= num_prompt - torch.tensor(_LENGTHS)[:, None]).to(key.device)
@@ -107,9 +108,9 @@ def _check_attention(kernels: DecodeKernels, step: _Step) -> tuple[torch.Tensor,
     """Return attention after an append by kernels, and by the naive reference."""
     append, store = step.append, step.store.tensors.map_memory(torch.clone)
     seen, pruned = append.seen, append.pruned
-    plan = kernels.plan(seen, pruned, _SINK_SIZE)
+    plan = kernels.plan(seen, pruned, _WINDOWS.sink_size)
     kernels.append(step.keys, step.values, store, seen, None)
-    options: dict[str, Any] = {"sink_size": _SINK_SIZE, "softmax_scale": _SCALE, "sinks": step.sinks}
+    options: dict[str, Any] = {"sink_size": _WINDOWS.sink_size, "softmax_scale": _SCALE, "sinks": step.sinks}
     ours = kernels.attend(step.query, store, seen, pruned, plan, **options)
     stored, layout = step.stored().tensors, step.store.layout
     expected = attend_naively(step.query, stored, seen, pruned, layout=layout, **options)
@@ -122,7 +123,7 @@ def _check_turn(kernels: DecodeKernels, step: _Step) -> tuple[torch.Tensor, torc
     as_stored = store.tensors.rounded(step.keys, step.values, store.layout)
     ours = attend_turn(step.query, *as_stored, store, append, _SCALE, sinks, kernels)
     pruned = append.pruned[:, :1].expand_as(append.pruned)  # as before the turn
-    options: dict[str, Any] = {"sink_size": _SINK_SIZE, "softmax_scale": _SCALE, "sinks": sinks}
+    options: dict[str, Any] = {"sink_size": _WINDOWS.sink_size, "softmax_scale": _SCALE, "sinks": sinks}
     stored = step.stored().tensors
     return ours, attend_naively(step.query, stored, append.seen, pruned, layout=store.layout, **options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,9 @@ def fork(
             "a cache whose prompt is pruned already cannot be forked; build it with "
             '`prune="deferred"` and fork it before decoding begins, or use `copy.deepcopy`'
         )
-    sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+    sizes: dict[str, Any] = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
     given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in given.items():
-        check_size(name, value)
+    windows = replace(cache.rows.windows, **given)
     shared = [
         tensor
         for layer in cache.pruned_layers
@@ -56,7 +56,7 @@ def fork(
         )
     ]
     forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in shared})
-    vars(forked.rows).update(given)
+    forked.rows.windows = windows
     return forked
 
 
@@ -119,7 +119,7 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
         for layer in cache.pruned_layers
     ]
     return {
-        "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
+        "window sizes": tuple(rows.windows.sizes.values()),
         "widths": [layer.layout.widths for layer in cache.pruned_layers],
         "widths of V": [layer.layout.value_widths for layer in cache.pruned_layers],
         "chunk sizes": [(layer.layout.chunk_size, layer.layout.value_chunk) for layer in cache.pruned_layers],
@@ -136,7 +136,7 @@ def _join_rows(caches: Sequence[LeanKCache], num_reserved: int) -> RowState:
     parts = [cache.rows for cache in caches]
     sizes = [cache.pruned_layers[0].batch_size or 0 for cache in caches]
     first = parts[0]
-    joined = type(first)(first.sink_size, first.recent_size, first.flush_size, first.prune)
+    joined = type(first)(first.windows)
     joined.is_pending, joined.num_reserved = first.is_pending, num_reserved
     joined.num_columns = max(part.num_columns for part in parts)
     device = caches[0].pruned_layers[0].device

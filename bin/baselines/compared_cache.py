@@ -153,7 +153,7 @@ class ComparedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Tokens of each row, and those among them that are whole, bool [B, 1, 1, N]."""
         places = torch.arange(self.keys.shape[2], device=self.keys.device)
         lengths, pruned = (t[:, None] for t in (self._rows.lengths, self._rows.pruned_lengths))
-        sink_size = self._rows.sink_size
+        sink_size = self._rows.windows.sink_size
         seen = places < lengths
         whole = seen & ((places < sink_size) | (places >= sink_size + pruned))
         return seen[:, None, None], whole[:, None, None]

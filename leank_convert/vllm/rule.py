@@ -23,8 +23,8 @@ def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: Windows) -> 
     `prompts` are the tokens of each row's prompt, int32 `[B]`.
     """
     prompts = prompts[:, None]
-    first = pruned_after_prefill(prompts, sizes.sink_size, sizes.recent_size)
-    return pruned_after_append(seen, first, **sizes.sizes).masked_fill(seen <= prompts, 0)
+    first = pruned_after_prefill(prompts, sizes)
+    return pruned_after_append(seen, first, sizes).masked_fill(seen <= prompts, 0)
 
 
 def pruned_tokens_of(seen: int, prompt: int, sizes: Windows) -> int:

@@ -63,7 +63,7 @@ def test_forks_share_a_prompt_and_are_refused_where_they_make_no_sense(model):
     (cache,) = prefilled(model, [30], prune="deferred")
     for ours, theirs in zip(fork(cache, recent_size=4).layers, cache.layers, strict=True):
         assert all(a is b for a, b in zip(ours.pending, theirs.pending, strict=True))
-    assert cache.rows.is_pending and cache.rows.recent_size == 6
+    assert cache.rows.is_pending and cache.rows.windows.recent_size == 6
     for sizes, message in (
         ({"flush_size": 0}, "`flush_size` is 0, not an integer from 1 to 16777216"),
         ({"recent_size": -1}, "`recent_size` is -1"),

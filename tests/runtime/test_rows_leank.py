@@ -6,17 +6,18 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.pages_leank import PageTables, spread_pages
 from runtime.rows_leank import RowState
+from runtime.windows_leank import Windows
 from tests.runtime.tiny_inputs import WIDTHS, feed, ids
 
 
 def test_a_decode_step_asks_nothing_of_the_device():
     """Meta tensors have no data: whatever reads a value raises."""
-    rows, meta = RowState(3, 6, 4, "eager"), torch.device("meta")
+    rows, meta = RowState(Windows(3, 6, 4)), torch.device("meta")
     rows.step(0, 2, 30, None, meta)
     for start in range(30, 50):
         step = rows.step(start, 2, 1, None, meta)
         assert step.append is not None and step.append.bounds == [start + 1] * 2
-    rows = RowState(3, 6, 4, "eager")  # with padding
+    rows = RowState(Windows(3, 6, 4))  # with padding
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[1, :11] = False
     rows.step(0, 2, 30, mask, torch.device("cpu"))
@@ -28,8 +29,7 @@ def test_a_decode_step_asks_nothing_of_the_device():
 
 
 def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
-    rows = RowState(3, 6, 4, "eager")
-    cpu = torch.device("cpu")
+    rows, cpu = RowState(Windows(3, 6, 4)), torch.device("cpu")
     first = rows.step(0, 1, 5, None, cpu)
     assert rows.step(0, 1, 5, None, cpu) is first
     rows.step(5, 1, 1, None, cpu)
@@ -38,7 +38,7 @@ def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
 
 
 def test_padding_of_replayed_drafts_takes_no_pages():
-    rows, cpu = RowState(3, 6, 4, "eager"), torch.device("cpu")
+    rows, cpu = RowState(Windows(3, 6, 4)), torch.device("cpu")
     rows.step(0, 2, 10, torch.ones(2, 10, dtype=torch.bool), cpu)
     for _ in range(20):
         rows.make_room(32)
@@ -51,7 +51,7 @@ def test_padding_of_replayed_drafts_takes_no_pages():
 
 
 def test_a_step_moves_to_another_device_once():
-    rows = RowState(3, 6, 4, "eager")
+    rows = RowState(Windows(3, 6, 4))
     rows.step(0, 1, 5, None, torch.device("cpu"))
     step = rows.step(5, 1, 1, None, torch.device("cpu"))
     moved = step.to(torch.device("meta"))
