@@ -16,7 +16,7 @@ before Hopper can; until it has waited for that one it reads nothing that a step
 from typing import Any
 
 from .kernel_key_leank import LANES, MAX_NORMED, MAX_PARTS
-from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
+from .kernel_leank import WARP, WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
 from .kernel_line_leank import Head, T, loops
 from .kernel_product_leank import add_parts, find_parts, load_parts
 
@@ -55,18 +55,17 @@ def find_lanes(
         ]
 
 
-def _as_stored(number: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
+def as_stored(shape: KernelShape, number: Any, scale: Any) -> Any:
     """Return a channel as the cache holds it."""
-    if scale is None:
-        return number
-    return kernel_fp8.to_fp8(T.cast(number, "float32") / scale[T.min(row, scale.shape[0] - 1), head, channel])
+    return kernel_fp8.to_fp8(T.cast(number, "float32") / scale) if shape.is_fp8 else number
 
 
 @T.macro
-def load_mean(parallel: Any, mean: Any, key_mean: Any, row: Any, head: Any) -> None:
-    """Load the mean of a head's keys, which is older than the step: it can be read before they are there."""
-    for j in parallel(mean.shape[0]):
-        mean[j] = key_mean[T.min(row, key_mean.shape[0] - 1), T.min(head, key_mean.shape[1] - 1), j]
+def load_constants(parallel: Any, own: Any, given: Any, row: Any, head: Any) -> None:
+    """Set `own` to a head's part of each constant, which is older than the step: no need to wait for it."""
+    for i in list(range(len(own))):
+        for j in parallel(own[i].shape[0]):
+            own[i][j] = given[i][T.min(row, given[i].shape[0] - 1), T.min(head, given[i].shape[1] - 1), j]
 
 
 @T.macro
@@ -84,39 +83,32 @@ def find_pages(
 
 @T.macro
 def store_token(
-    parallel: Any, place: Any, lanes: Any, row: Any, pages: Any, new_key: Any, new_value: Any, kept_keys: Any,
-    values: Any, window_keys: Any, window_values: Any, key_scale: Any, value_scale: Any, head: Any,
-    value_chunk: int,
+    parallel: Any, place: Any, lanes: Any, pages: Any, new_key: Any, new_value: Any, kept_keys: Any,
+    values: Any, window_keys: Any, window_values: Any, value_chunk: int,
 ) -> None:  # fmt: skip
     """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
-    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. The key
-    comes without its mean. Scales are None where the cache is not FP8.
+    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. Key and
+    value come as they are stored.
     """
     page, window_page, slot, window_slot = [pages[i] for i in range(4)]
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
         if c < place[Head.NUM_KEPT] + place[Head.NUM_DROPPED]:
-            channel = T.if_then_else(
+            stored = T.if_then_else(
                 lanes[c, j] >= 0, new_key[T.max(lanes[c, j], 0) % new_key.shape[0]], T.cast(0, new_key.dtype)
             )
-            stored = _as_stored(channel, key_scale, row, head, T.max(lanes[c, j], 0) % new_key.shape[0])
             if c < place[Head.NUM_KEPT]:
                 kept_keys[page, place[Head.KEPT] + c, slot, j] = stored
             else:
-                window_keys[window_page, place[Head.DROPPED] + c - place[Head.NUM_KEPT], window_slot, j] = (
-                    stored
-                )
+                dropped = place[Head.DROPPED] + c - place[Head.NUM_KEPT]
+                window_keys[window_page, dropped, window_slot, j] = stored
     for j in parallel(new_value.shape[0]):
-        stored = _as_stored(new_value[j], value_scale, row, head, j)
-        if j // value_chunk < place[Head.KEPT_VALUES]:
-            values[page, place[Head.VALUE] + j // value_chunk, slot, j % value_chunk] = stored
+        chunk, lane = j // value_chunk, j % value_chunk
+        if chunk < place[Head.KEPT_VALUES]:
+            values[page, place[Head.VALUE] + chunk, slot, lane] = new_value[j]
         else:
-            window_values[
-                window_page,
-                place[Head.WINDOW_VALUE] + j // value_chunk - place[Head.KEPT_VALUES],
-                window_slot,
-                j % value_chunk,
-            ] = stored
+            dropped = place[Head.WINDOW_VALUE] + chunk - place[Head.KEPT_VALUES]
+            window_values[window_page, dropped, window_slot, lane] = new_value[j]
 
 
 def _token_types(sizes: Any, dtype: str, cpu: bool) -> list[Any]:
@@ -159,27 +151,27 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
         with T.Kernel(heads, width, batch, **threads) as (head, column, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
-            new_value = fragment((d,), dtype)
-            mean = fragment((d,), "float32")
-            new_key = shared((d,), dtype)
+            new_value = fragment((d,), shape.stored_type)
+            mean, key_divisor, value_divisor = constants = [fragment((d,), "float32") for _ in range(3)]
+            new_key = shared((d,), shape.stored_type)
             pages = T.alloc_local((4,), "int32")
             token, is_real = [T.alloc_var("int32") for _ in range(2)]
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
             token = seen[row, column] - 1
             is_real = T.cast(valid[T.min(row, flags - 1), T.min(column, flag_columns - 1)], "int32")
-            load_mean(parallel, mean, key_mean, row, head)
+            load_constants(parallel, constants, [key_mean, key_scale, value_scale], row, head)
             for j in parallel(d):
-                new_value[j] = new_values[row, head, column, j]
+                new_value[j] = as_stored(shape, new_values[row, head, column, j], value_divisor[j])
             for j in parallel(d):
-                new_key[j] = T.cast(T.cast(keys[row, head, column, j], "float32") - mean[j], dtype)
+                key = T.cast(T.cast(keys[row, head, column, j], "float32") - mean[j], dtype)
+                new_key[j] = as_stored(shape, key, key_divisor[j])
             find_lanes(parallel, place, lanes, head, row, heads, index, table)
             find_pages(pages, row, token, kept_keys, window_keys, page_table, window_table)
             if (is_real != 0) & (token >= 0):
                 store_token(
-                    parallel, place, lanes, row, pages, new_key, new_value, kept_keys, values, window_keys,
-                    window_values, key_scale if shape.is_fp8 else None,
-                    value_scale if shape.is_fp8 else None, head, shape.value_chunk,
+                    parallel, place, lanes, pages, new_key, new_value, kept_keys, values, window_keys,
+                    window_values, shape.value_chunk,
                 )  # fmt: skip
 
     return leank_append
@@ -228,15 +220,16 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         with T.Kernel(query_heads + table_rows - 1, batch * columns, **threads) as (head, number):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
-            states, new_key = [shared((d,), dtype) for _ in range(2)]
+            states, new_key = shared((d,), dtype), shared((d,), shape.stored_type)
             sums = fragment((d // LANES, LANES), "float32")
             last, last_value, part, part_value = [fragment((d // LANES,), "int32") for _ in range(4)]
             loaded, loaded_value = [fragment((MAX_PARTS, d // LANES, LANES), "float32") for _ in range(2)]
             squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
             along, across = [fragment((d,), "float32") for _ in range(2)]
-            cosine, sine, norm_weight, rotated, new_value = [fragment((d,), dtype) for _ in range(5)]
-            mean = fragment((d,), "float32")
+            cosine, sine, norm_weight, rotated, value = [fragment((d,), dtype) for _ in range(5)]
+            new_value = fragment((d,), shape.stored_type)
+            mean, key_divisor, value_divisor = constants = [fragment((d,), "float32") for _ in range(3)]
             pages = T.alloc_local((4,), "int32")
             row, column, position, token, is_real, stored, size = [T.alloc_var("int32") for _ in range(7)]
             row = number // columns
@@ -246,7 +239,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             size = (query_heads + 2 * (table_rows - 1)) * (d // LANES)  # of a token, in vectors
             # Loads first, so that none waits for another; a query head makes no use of some of them.
             find_lanes(parallel, place, lanes, stored, row, table_rows - 1, index, table)
-            load_mean(parallel, mean, key_mean, row, stored)
+            load_constants(parallel, constants, [key_mean, key_scale, value_scale], row, stored)
             for j in parallel(d):
                 norm_weight[j] = T.if_then_else(head < query_heads, query_weight[j], key_weight[j])
             find_parts(parallel, last, part, number, size, head * (d // LANES), steps, stretch)
@@ -270,7 +263,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 states[i * LANES + j] = T.cast(sums[i, j], dtype)
             add_parts(parallel, sums, loaded_value)
             for i, j in parallel(d // LANES, LANES):
-                new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
+                value[i * LANES + j] = T.cast(sums[i, j], dtype)
             if has_norm != 0:
                 for j in parallel(padded):
                     squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
@@ -293,11 +286,13 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             else:
                 if (is_real != 0) & (token >= 0):
                     for j in parallel(d):
-                        new_key[j] = T.cast(T.cast(rotated[j], "float32") - mean[j], dtype)
+                        key = T.cast(T.cast(rotated[j], "float32") - mean[j], dtype)
+                        new_key[j] = as_stored(shape, key, key_divisor[j])
+                    for j in parallel(d):
+                        new_value[j] = as_stored(shape, value[j], value_divisor[j])
                     store_token(
-                        parallel, place, lanes, row, pages, new_key, new_value, kept_keys, values,
-                        window_keys, window_values, key_scale if shape.is_fp8 else None,
-                        value_scale if shape.is_fp8 else None, stored, shape.value_chunk,
+                        parallel, place, lanes, pages, new_key, new_value, kept_keys, values, window_keys,
+                        window_values, shape.value_chunk,
                     )  # fmt: skip
 
     return leank_rope_append
@@ -311,8 +306,8 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
     """
     dtype = shape.query_type
     rows, vectors, most_parts, all_vectors = T.dynamic("rows, vectors, most_parts, all_vectors")
-    _, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
-    size = _NORM_THREADS, LANES
+    shared, fragment, parallel, threads = loops(cpu, _NORM_THREADS)
+    size, warps = (_NORM_THREADS, LANES), _NORM_THREADS // WARP
     # A thread has one vector behind each of them.
     starts = list(enumerate(range(0, MAX_NORMED // LANES, _NORM_THREADS)))
 
@@ -333,8 +328,9 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
             last, place = [[fragment(size[:1], "int32") for _ in starts] for _ in range(2)]
             sums = fragment(size, "float32")
             loaded = fragment((MAX_PARTS, *size), "float32")
-            squares = fragment((_NORM_THREADS * LANES,), "float32")
-            total = fragment((1,), "float32")
+            squares = fragment((warps, WARP * LANES), "float32")
+            by_warp, of_warps = [fragment((warps,), "float32") for _ in range(2)]
+            between, total = shared((warps,), "float32"), fragment((1,), "float32")
             for v, start in starts:
                 for i, j in parallel(*size):
                     if start + i < vectors:
@@ -364,8 +360,12 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False, whole
                                 summed[row, start + i, j] = states[v][i, j]
                     for i, j in parallel(*size):
                         state = T.cast(states[v][i, j], "float32")
-                        squares[i * LANES + j] += state * state
-            T.reduce_sum(squares, total, dim=0)
+                        squares[i // WARP, i % WARP * LANES + j] += state * state
+            # Twice, as one reduction takes a barrier for every halving of the warps.
+            T.reduce_sum(squares, by_warp, dim=1)
+            T.copy(by_warp, between)
+            T.copy(between, of_warps)
+            T.reduce_sum(of_warps, total, dim=0)
             total[0] = T.rsqrt(total[0] / T.cast(vectors * LANES, "float32") + eps)
             for v, start in starts:
                 for i, j in parallel(*size):
@@ -395,6 +395,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             last, last_up, part, part_up = [fragment((WARPGROUP,), "int32") for _ in range(4)]
             loaded, loaded_up = [fragment((MAX_PARTS, WARPGROUP, LANES), "float32") for _ in range(2)]
             start = block * WARPGROUP
+            T.annotate_min_blocks_per_sm(7)  # 64 rows of 14336 at once
             find_parts(parallel, last, part, row, 2 * vectors, start, steps, stretch)
             find_parts(parallel, last_up, part_up, row, 2 * vectors, vectors + start, steps, stretch)
             if overlap:

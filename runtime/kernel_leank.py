@@ -59,8 +59,10 @@ class KernelShape(KernelKey):
 
     @property
     def head_threads(self) -> int:
-        """Threads of a block that works on one head, which they may not leave a rest of."""
-        return min(self.head_dim & -self.head_dim, WARPGROUP) if self.head_dim > WARPGROUP else WARPGROUP
+        """Threads of a block that works on one head: two warps, if they leave no rest of its channels."""
+        if self.head_dim % (2 * WARP) == 0:
+            return 2 * WARP
+        return self.head_dim & -self.head_dim if self.head_dim > WARPGROUP else WARPGROUP
 
     @property
     def begins_early(self) -> bool:

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any
 
-from .kernel_leank import NEG, KernelShape
+from .kernel_leank import NEG, WARP, KernelShape
 from .kernel_line_leank import Head, T, head_begin, loops, stretch_bounds
 
 _PARTS, _FEW_PARTS = 16, 4  # parts that the merge loads before it uses the first
@@ -17,7 +17,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.query_type
     batch, heads, width = T.dynamic("batch, heads, width")
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    _, fragment, parallel, threads = loops(cpu, min(d, shape.head_threads))
+    _, fragment, parallel, threads = loops(cpu, min(d, shape.head_threads) if d % WARP else WARP)
 
     @T.macro
     def add_parts(
