@@ -137,13 +137,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in path.read_bytes().split(b"\n"):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
@@ -163,9 +159,10 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
         partial.replace(path)
         sync_path(path.parent)
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:  # Ctrl-C and SIGTERM end a write, too
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_path(path: Path) -> None:

@@ -132,7 +132,6 @@ def _lock(path: Path, busy: str) -> int:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file is still the one at a path."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
+    return False

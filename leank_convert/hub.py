@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from glob import escape
 from pathlib import Path
@@ -94,11 +94,10 @@ def name_in_config(folder: Path) -> str | None:
 
     It is that of the model which was loaded before this one was saved: training changes weights, not the id.
     """
-    try:
+    with suppress(LeanKError):
         noted = read_json(folder / CONFIG_NAME).get("_name_or_path")
-    except LeanKError:
-        return None
-    return noted if is_repository(noted) else None
+        return noted if is_repository(noted) else None
+    return None
 
 
 def known_name(model: str | Path) -> str | None:
@@ -115,11 +114,10 @@ def is_repository(name: object) -> bool:
     """Whether something is a name `owner/name` that the hub would take."""
     if not isinstance(name, str) or not is_hub_id(name):
         return False
-    try:
+    with suppress(LeanKError):
         check_repo_id(name)
-    except LeanKError:
-        return False
-    return True
+        return True
+    return False
 
 
 def check_base_model(name: str | None) -> None:

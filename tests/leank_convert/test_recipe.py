@@ -241,8 +241,7 @@ def test_local_file_goes_before_a_packaged_recipe_of_that_name(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text("seed: 77")
     assert load_recipe("quickstart").seed == 77
-    listed = {packaged.name: packaged.recipe.seed for packaged in list_recipes()}
-    assert listed["quickstart"] == 0
+    assert {packaged.name: packaged.recipe.seed for packaged in list_recipes()}["quickstart"] == 0
 
 
 def test_text_is_verbatim_with_overrides_as_comments_on_lines_of_their_own(write):
