@@ -71,8 +71,7 @@ def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode_masks(channel_masks: Tensor) -> list[str]:
     """Write masks bool [L, H_kv, D] as hex digits, a string per layer; a byte's highest bit comes first."""
-    packed = np.packbits(channel_masks.cpu().numpy(), axis=-1)
-    return [layer.tobytes().hex() for layer in packed]
+    return [layer.tobytes().hex() for layer in np.packbits(channel_masks.cpu().numpy(), axis=-1)]
 
 
 def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> LeanKSettings:

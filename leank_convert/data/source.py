@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pydoc_data.topics import topics
@@ -37,7 +38,8 @@ from leank_convert.recipe import DataSection
 _NUM_DRAWS = 64
 # In the same way, `check` wants a document with enough questions among fewer than `draw` goes through.
 _NUM_CHECKED_DOCUMENTS, _NUM_DOCUMENTS = 32, 1000
-_CONTINUATION = 256  # tokens of a text that is gone on with
+_CONTINUATION = 256  # tokens of a text that is gone on with, or a quarter of it
+_LEAST_TEXT = 8  # tokens of a text, of whose last quarter all but the first are an answer
 _LETTERS_OF_TOKEN = 8  # more than any tokenizer's have on average
 # As many characters as the longest sample has, or nearly, and no more than a second takes.
 _MAX_LONG_WORDS = 2**18
@@ -77,10 +79,8 @@ class SampleSource:
         task = self.data.tasks[index % len(self.data.tasks)]
         budget = rng.randint(self.data.min_length, self.data.max_length)
         for _ in range(_NUM_DRAWS - 1):
-            try:
+            with suppress(_NoRoomError):
                 return self._draw(task, rng, budget)
-            except _NoRoomError:
-                continue
         return self._draw(task, rng, budget)
 
     @property
@@ -91,15 +91,13 @@ class SampleSource:
     @cached_property
     def text(self) -> str:
         """The text that the recipe names, else the documentation of Python that comes with it."""
-        if self.data.haystack.source is not None:
-            return self.haystack.text
-        return "\n\n".join(topics[name] for name in sorted(topics))
+        return self.haystack.text or "\n\n".join(topics[name] for name in sorted(topics))
 
     def draw_text(self, index: int) -> Tensor:
         """Draw text alone, as it is, from a random place: ids [N], as many as of a sample.
 
         Raises:
-            LeanKError: If it cannot be read.
+            LeanKError: If it cannot be read, or next to no token comes of it.
         """
         rng, text = random.Random(f"{self.seed}/text/{index}"), self.text
         length = rng.randint(self.data.min_length, self.data.max_length)
@@ -107,7 +105,13 @@ class SampleSource:
         place = rng.randrange(len(text))
         piece = (text * (1 + (place + size) // len(text)))[place:][:size]
         # Cut here: a length given to the tokenizer is its state, and holds for what other threads encode.
-        return torch.tensor(self.tokenizer(piece, verbose=False)["input_ids"][:length])
+        ids = self.tokenizer(piece, verbose=False)["input_ids"][:length]
+        if len(ids) < _LEAST_TEXT:
+            raise LeanKError(
+                f"{size:,} letters of haystack `{self.data.haystack.source}` make too few tokens: {len(ids)}",
+                hint="name text that the model's tokenizer was made for by `data.haystack.source`",
+            )
+        return torch.tensor(ids)
 
     def _draw_continuation(self, index: int) -> TrainingSample:
         """A text whose last tokens stand for the answer to those before."""

@@ -26,8 +26,7 @@ def fold(block: Tensor, basis: Tensor, dim: int) -> Tensor:
 def fold_bytes(content: bytes, dtype: str, rows: int, basis: Tensor, dim: int) -> bytes:
     """Fold a basis into the bytes of a block of so many rows, rounded once to the dtype that they have."""
     block = torch.frombuffer(bytearray(content), dtype=DTYPES[dtype]).view(rows, -1)
-    folded = fold(block, basis, dim).to(block.dtype)
-    return folded.contiguous().view(torch.uint8).numpy().tobytes()
+    return fold(block, basis, dim).to(block.dtype).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def is_folded(source: Tensor, written: Tensor, basis: Tensor, dim: int) -> bool:

@@ -179,8 +179,7 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, example, monkeypatc
 @pytest.mark.parametrize("family", ["granite", "ministral3"])
 def test_a_graph_of_it_answers_as_its_source(family, converted, tmp_path):
     checkpoint = converted(family, [[8, 8]], num_hidden_layers=1)
-    out = export_onnx(checkpoint.folder, None, tmp_path / "onnx")
-    assert failed(out, checkpoint.source) == {}
+    assert failed(export_onnx(checkpoint.folder, None, tmp_path / "onnx"), checkpoint.source) == {}
 
 
 def test_a_mixture_of_experts_is_refused_as_a_graph(example, tmp_path):

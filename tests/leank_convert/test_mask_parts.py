@@ -273,11 +273,14 @@ def test_text_that_cannot_be_read_is_refused_before_weights_are_loaded(
 ):
     monkeypatch.setattr(measured_cache, "load_model", lambda *_: pytest.fail("loaded"))
     text, recipe = tmp_path / "text.txt", tmp_path / "recipe.yaml"
-    text.write_text(" ")
     recipe.write_text(short_recipe().to_yaml())
     save_mask(ChannelMask(torch.ones(2, 2, 16).bool()), tmp_path / "m.safetensors")
     files = retriever_folder, "--mask", tmp_path / "m.safetensors", "-o", tmp_path / "out"
     named = "--recipe", recipe, "--set", f"data.haystack.source={text}"
     assert "has running text; remove it" in rejected("export", *files, *named, "--key-mean")
-    said = rejected("export", *files, *named, "--value-pruning-ratio", 0.5)
-    assert f"haystack `{text}` holds no text" in said
+    for written, told in (
+        (" ", f"haystack `{text}` holds no text"),
+        ("x" * 999, f"`{text}` make too few tokens: 1"),
+    ):
+        text.write_text(written)
+        assert told in rejected("export", *files, *named, "--value-pruning-ratio", 0.5)

@@ -153,8 +153,7 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
     for command in (("inspect",), ("analyze",), ("evaluate",), exporting):
         assert f"name `{folders[0]}` or `{folders[1]}`" in rejected(*command, out)
     for folder, ratio in zip(folders, (0.5, 0.75), strict=True):
-        told = done("verify", folder, "--source", "testbed")
-        assert "cache scales: 8 tensors, of " in told
+        assert "cache scales: 8 tensors, of " in done("verify", folder, "--source", "testbed")
         facts = json.loads(done("inspect", folder, "--json"))
         assert facts["provenance"]["method"] == "static-norm"
         assert facts["pruning_ratio"] == ratio
