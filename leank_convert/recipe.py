@@ -313,6 +313,12 @@ class Recipe(_Section):
         """What a head's kept channels are a multiple of: `width_multiple`, or all that it has."""
         return head_dim if self.method_row.whole_heads else self.width_multiple
 
+    def share_of_heads(self, pruning_ratio: float) -> float:
+        """Fraction of heads that lose all channels of K by their gates, of the masks of a ratio."""
+        if self.mask is not None or not self.method_row.has_gates:
+            return 0.0
+        return pruning_ratio if self.method_row.whole_heads else self.heads.pruning_ratio
+
     @property
     def text(self) -> str:
         """The recipe as its author wrote it, overrides as trailing comments; for provenance."""
@@ -395,12 +401,7 @@ def _find_in_method(recipe: Recipe) -> Iterator[str]:
             f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, {whose}; set it to "
             "null"
         )
-    if (
-        method.has_gates
-        and recipe.mask is None
-        and not method.whole_heads
-        and ratio < recipe.heads.pruning_ratio
-    ):
+    if ratio < recipe.share_of_heads(ratio):
         yield (
             f"`pruning_ratio` {ratio} is below `heads.pruning_ratio` {recipe.heads.pruning_ratio}, which "
             "heads without channels remove already; lower that one"

@@ -59,8 +59,6 @@ class Forecast:
         own_contexts = schedule.num_steps * -(-recipe.batch_size // self.processes)
         own_contexts += schedule.num_comparisons * -(-recipe.stage2.validation_contexts // self.processes)
         pace = self.seconds_per_context
-        part = heads * facts.head_dim * bytes_of(facts.dtype)
-        values = round((1 - recipe.value_pruning_ratio) * part)
         value_contexts = -(-NUM_CONTEXTS // self.processes) if recipe.value_pruning_ratio else 0
         return {
             "model": self.model,
@@ -80,15 +78,22 @@ class Forecast:
             "value_gates": heads * facts.head_dim if "values" in recipe.trains else 0,
             "device": self.device,
             "memory": dict(self.memory),
-            "bytes_per_token": {
-                str(ratio): vars(BytesPerToken(part, part, round((1 - ratio) * part), values, part, part))
-                for ratio in recipe.pruning_ratios
-            },
+            "bytes_per_token": {str(ratio): vars(self._cache(ratio)) for ratio in recipe.pruning_ratios},
             "seconds_per_context": pace,
             "why_unmeasured": self.why_unmeasured,
             "seconds": None if pace is None else own_contexts * pace,
             "value_seconds": None if pace is None else value_contexts * pace,
         }
+
+    def _cache(self, pruning_ratio: float) -> BytesPerToken:
+        """What a pruned token takes, as far as the recipe says: heads that keep no channel of K keep no V."""
+        recipe, head_dim = self.recipe, self.facts.head_dim
+        unit = recipe.width_unit(head_dim)
+        most = (recipe.max_width or head_dim) // unit * unit / head_dim
+        part = len(self.facts.layers) * self.facts.num_key_value_heads * head_dim * bytes_of(self.facts.dtype)
+        keys = round(min(1 - pruning_ratio, most) * part)
+        values = round((1 - max(recipe.value_pruning_ratio, recipe.share_of_heads(pruning_ratio))) * part)
+        return BytesPerToken(part, part, keys, values, part, part)
 
     def render(self) -> str:
         """Lines for a person."""
@@ -113,12 +118,11 @@ class Forecast:
         asked = f"{data.questions_per_context} a context, {found['questions']:,} in all"
         yield "questions", f"{asked}; tasks in turn: {', '.join(data.tasks)}"
         yield "tokens", f"{found['tokens_per_step']:,.0f} a step on average, {found['tokens']:,.0f} in all"
-        for ratio, sizes in found["bytes_per_token"].items():
-            cache = BytesPerToken(**sizes)
+        for cache in map(self._cache, self.recipe.pruning_ratios):
             kept = f"K {decimal(cache.key_pruned)} + V {decimal(cache.value_pruned)}"
-            asked = f"less {ratio} of K and {self.recipe.value_pruning_ratio:g} of V"
+            less = "less {:.3g} of K and {:.3g} of V".format(*cache.removed)
             least = "at least" if self.recipe.rounding == "budget" else "about"
-            yield "cache", f"a pruned token {asked}: {kept}, {least} {cache.saved:.1%} saved"
+            yield "cache", f"a pruned token {less}: {kept}, {least} {cache.saved:.1%} saved"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
         size = {name: decimal(count) for name, count in self.memory.items() if count is not None}
         yield (
@@ -201,13 +205,12 @@ def _product_seconds(found: Forecast) -> float:
     dtype: torch.dtype = getattr(torch, (found.facts.dtype if named == "auto" else named) or "float32")
     rows, size = 512, 2048
     left, right = torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    seconds = []
     for _ in range(2):  # the first warms up
         began = time.perf_counter()
         left @ right
-        seconds.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
     num_weights: float = found.memory["weights"] / dtype.itemsize
-    return seconds[-1] / (rows * size * size) * num_weights * found.tokens
+    return seconds / (rows * size * size) * num_weights * found.tokens
 
 
 def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:

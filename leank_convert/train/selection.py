@@ -155,8 +155,7 @@ def load_fitting(mask: str, files: ModelFiles) -> ChannelMask:
 
 def _ranks(factors: Tensor) -> Tensor:
     """Each channel's place within its head, best first, ties to the lower channel: [..., D]."""
-    order = torch.sort(factors, dim=-1, descending=True, stable=True).indices
-    return torch.argsort(order, dim=-1)
+    return factors.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
 def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:

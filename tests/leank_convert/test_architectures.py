@@ -202,8 +202,7 @@ def test_another_rope_leaves_as_much_of_a_head_rotated(nested):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     given = {"rope_parameters": rope} if nested else {"partial_rotary_factor": 0.75}
     changed = apply_config_overrides({**LLAMA, "model_type": "phi3", **given}, {"rope_theta": 1e6})
-    facts = read_model_facts(changed, origin="x")
-    assert facts.rope_parameters["partial_rotary_factor"] == 0.75
+    assert read_model_facts(changed, origin="x").rope_parameters["partial_rotary_factor"] == 0.75
     changed = apply_config_overrides({**LLAMA, "model_type": "glm4", **given}, {"rope_parameters": YARN})
     assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
 

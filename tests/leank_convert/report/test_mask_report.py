@@ -168,5 +168,4 @@ def test_equal_input_gives_equal_pages_whatever_the_users_style(write, full_page
 
 
 def test_an_odd_shape_and_a_single_step_are_drawn(write):
-    page = Page(write(make_mask((80, 2, 33)), make_records(steps=(1, 0))))
-    assert page.tags.count("svg") == 6
+    assert Page(write(make_mask((80, 2, 33)), make_records(steps=(1, 0)))).tags.count("svg") == 6

@@ -57,6 +57,12 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     assert ", at least " in exact
     assert "before that about 1 min to measure the basis of V" in text
     assert values.to_dict()["bytes_per_token"]["0.5"]["value_pruned"] == 32768
+    for overrides, cache in (
+        (["method=duo-attention", "pruning_ratio=0.5"], "less 0.5 of K and 0.5 of V: K 32.8 kB + V 32.8 kB,"),
+        (["method=duo-attention+leank"], "less 0.7 of K and 0.5 of V: K 19.7 kB + V 32.8 kB,"),
+        (["max_width=48", "width_multiple=32"], "less 0.75 of K and 0 of V: K 16.4 kB + V 65.5 kB,"),
+    ):
+        assert cache in " ".join(forecast_llama(*overrides).render().split())
     for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
         assert told in forecast_llama(seconds_per_context=pace).render()
 

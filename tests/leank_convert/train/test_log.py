@@ -82,8 +82,7 @@ def test_steps_beyond_the_one_that_is_resumed_are_dropped_everywhere(write, fold
     write(record(1), record(2), record(3), trackers=("tensorboard",))
     write(record(2, distillation=0.5), record(3, distillation=0.25), start=1, trackers=("tensorboard",))
     assert [each.distillation for each in read_log(folder / "log.jsonl")] == [0.01, 0.5, 0.25]
-    scalars = read_scalars(folder)
-    assert scalars["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
+    assert read_scalars(folder)["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
 
 
 def test_a_run_without_tensorboard_says_so_and_has_its_log(write, folder, monkeypatch, caplog):

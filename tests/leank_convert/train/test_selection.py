@@ -80,8 +80,7 @@ def test_the_choice_equals_its_restatement(kind, shape, ratio):
 def test_ratio_is_the_decimal_that_was_written():
     """(1 - 0.9) * 5 falls just short of one half in binary."""
     assert math.floor((1 - 0.9) * 5 + 0.5) == 0
-    chosen = select_channels(torch.rand(1, 1, 5), pruning_ratio=0.9, width_multiple=1)
-    assert chosen.sum() == 1
+    assert select_channels(torch.rand(1, 1, 5), pruning_ratio=0.9, width_multiple=1).sum() == 1
 
 
 def test_negative_zero_ties_with_zero():

@@ -172,12 +172,10 @@ def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
     state = load_state(TrainingDirectory(tmp_path / "whole").state)
     (factors,), (channels,) = state.finished_values, state.finished
     assert torch.equal(whole.scaling_factors, channels) and float(factors.std()) > 0
-    expected = ValueBasis(**state.values).prune(whole, 0.5, factors)
-    assert whole.stores_alike(expected)
+    assert whole.stores_alike(ValueBasis(**state.values).prune(whole, 0.5, factors))
     with fail_at(graphs, "distil", steps + 2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         train_one(recipe, tmp_path / "killed")
-    resumed = train_one(recipe, tmp_path / "killed", resume=True)
-    assert resumed.stores_alike(whole)
+    assert train_one(recipe, tmp_path / "killed", resume=True).stores_alike(whole)
 
 
 @pytest.mark.parametrize("source", ["ours", "foreign"])
