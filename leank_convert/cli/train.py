@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def train(
         from leank_convert.train.forecast import Forecast, forecast
 
         if is_first_process():
-            found = forecast(model, recipe, device=device)
+            found = replace(forecast(model, recipe, device=device), kv_dtype=kv_dtype)
             print_result(found, Forecast.render, None, as_json=as_json)
         return
     assert out is not None

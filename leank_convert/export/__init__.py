@@ -137,8 +137,7 @@ def export_checkpoint(
     """
     asked = locals()  # a request's attributes are these parameters, but for those of the cache
     cache = {name: asked.pop(name) for name in ("kv_dtype", "kv_scales", "try_cache")}
-    export = resolve_export(ExportRequest(**{**asked, "out": user_path(out)}))
-    return write_export(export, **cache)
+    return write_export(resolve_export(ExportRequest(**{**asked, "out": user_path(out)})), **cache)
 
 
 def write_export(

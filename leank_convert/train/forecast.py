@@ -16,7 +16,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
-from leank_convert.head_layout import BytesPerToken, bytes_of
+from leank_convert.head_layout import BytesPerToken, bytes_of, count_cache_bytes
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.loop import check_run
@@ -50,6 +50,7 @@ class Forecast:
     # Of a context of that length, as measured; None where it was not.
     seconds_per_context: float | None = None
     why_unmeasured: str | None = None  # why not
+    kv_dtype: str | None = None  # what the cache is stored in, None for the model's own
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the time of all steps is that of the process that has most contexts of each."""
@@ -90,10 +91,11 @@ class Forecast:
         recipe, head_dim = self.recipe, self.facts.head_dim
         unit = recipe.width_unit(head_dim)
         most = (recipe.max_width or head_dim) // unit * unit / head_dim
-        part = len(self.facts.layers) * self.facts.num_key_value_heads * head_dim * bytes_of(self.facts.dtype)
-        keys = round(min(1 - pruning_ratio, most) * part)
-        values = round((1 - max(recipe.value_pruning_ratio, recipe.share_of_heads(pruning_ratio))) * part)
-        return BytesPerToken(part, part, keys, values, part, part)
+        heads = [[head_dim] * self.facts.num_key_value_heads] * len(self.facts.layers)
+        whole = count_cache_bytes(heads, head_dim, bytes_of(self.facts.dtype), self.kv_dtype)
+        keys = min(1 - pruning_ratio, most) * whole.key_pruned
+        values = 1 - max(recipe.value_pruning_ratio, recipe.share_of_heads(pruning_ratio))
+        return replace(whole, key_pruned=round(keys), value_pruned=round(values * whole.value_pruned))
 
     def render(self) -> str:
         """Lines for a person."""
@@ -121,7 +123,8 @@ class Forecast:
         for cache in map(self._cache, self.recipe.pruning_ratios):
             kept = f"K {decimal(cache.key_pruned)} + V {decimal(cache.value_pruned)}"
             less = "less {:.3g} of K and {:.3g} of V".format(*cache.removed)
-            least = "at least" if self.recipe.rounding == "budget" else "about"
+            # Groups of int4 that are not full take more.
+            least = "at least" if self.recipe.rounding == "budget" and self.kv_dtype != "int4" else "about"
             yield "cache", f"a pruned token {less}: {kept}, {least} {cache.saved:.1%} saved"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
         size = {name: decimal(count) for name, count in self.memory.items() if count is not None}

@@ -92,8 +92,7 @@ def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
     tokens = pad_sequence(own, batch_first=True, padding_value=len(owners))
     # Rows of one token would take the kernels of decode steps, which have no backward pass.
     tokens = torch.nn.functional.pad(tokens, (0, 1), value=len(owners))
-    places = tokens.flatten().argsort()[: len(owners)]
-    return Rows(tokens, places[-num_queries:])
+    return Rows(tokens, tokens.flatten().argsort()[: len(owners)][-num_queries:])
 
 
 def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSample:

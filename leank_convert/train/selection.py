@@ -162,8 +162,7 @@ def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int, m
     """Widths [L, H_kv]: the head's share of the model's best channels, rounded halves up."""
     num_kept = math.floor(kept_fraction * factors.numel() + Fraction(1, 2))
     selected = (_ranks(factors.flatten()) < num_kept).view_as(factors).sum(-1)
-    rounded = (2 * selected + multiple) // (2 * multiple) * multiple
-    return rounded.clamp(max=most * multiple)
+    return ((2 * selected + multiple) // (2 * multiple)).clamp(max=most) * multiple
 
 
 def fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:

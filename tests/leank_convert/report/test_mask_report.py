@@ -84,8 +84,7 @@ def write_page(folder, mask, records=()):
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory):
     """The page of a mask of which everything is known."""
-    folder = tmp_path_factory.mktemp("report")
-    return write_page(folder, make_mask(), make_records())
+    return write_page(tmp_path_factory.mktemp("report"), make_mask(), make_records())
 
 
 @pytest.fixture

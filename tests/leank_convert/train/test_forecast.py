@@ -63,6 +63,8 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
         (["max_width=48", "width_multiple=32"], "less 0.75 of K and 0 of V: K 16.4 kB + V 65.5 kB,"),
     ):
         assert cache in " ".join(forecast_llama(*overrides).render().split())
+    for kv_dtype, cache in (("fp8", "K 9.8 kB + V 32.8 kB,"), ("int4", "K 6.1 kB + V 20.5 kB,")):
+        assert cache in " ".join(forecast_llama("rounding=budget", kv_dtype=kv_dtype).render().split())
     for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
         assert told in forecast_llama(seconds_per_context=pace).render()
 

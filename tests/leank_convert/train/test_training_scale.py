@@ -53,8 +53,7 @@ def test_a_step_of_several_contexts_averages_their_gradients(train_one, short_re
             train_one(recipe, out)
         return load_state(TrainingDirectory(out).state).optimizer["exp_avg"]
 
-    together = gradient(0, 3)
-    torch.testing.assert_close(together, sum(gradient(index, 1) for index in range(3)) / 3)
+    torch.testing.assert_close(gradient(0, 3), sum(gradient(index, 1) for index in range(3)) / 3)
 
 
 def test_a_context_is_gone_before_the_next_one_is_run(train_one, short_recipe, tmp_path, monkeypatch):
