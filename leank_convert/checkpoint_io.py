@@ -156,11 +156,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         what = "is a file, not the folder of a model" if folder.exists() else "does not exist"
         raise LeanKError(f"`{folder}` {what}")
     if not path.is_file():
-        hint = (
-            ratios_hint(folder)
-            or _other_layout_hint(folder)
-            or "name the folder of a model in Hugging Face's layout"
-        )
+        named = "name the folder of a model in Hugging Face's layout"
+        hint = ratios_hint(folder) or _other_layout_hint(folder) or named
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
     config = read_json(path)
     config = read_text_part(config, path) or config

@@ -184,9 +184,8 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
             hint="a mask fits only the model it was made for",
         )
     if dict(known.rope_parameters) != facts.rope_parameters:
-        own, asked = (
-            shorten(encode_value(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters)
-        )
+        ropes = known.rope_parameters, facts.rope_parameters
+        own, asked = (shorten(encode_value(rope), 200) for rope in ropes)
         holding = "" if mask.key_mean is None else ", under which alone its mean of keys holds"
         raise LeanKError(
             f"mask `{mask_origin}` was made under rope parameters `{own}`{holding}; "

@@ -192,9 +192,8 @@ def scaled_parts(config, scale="weight_scale", blocks=(None, None), *, integers=
     """Of eight bits each; blocks [out, in] share a scale, None for a whole dimension."""
 
     def write(weight):
-        rows, columns = (
-            size if block is None else block for size, block in zip(weight.shape, blocks, strict=True)
-        )
+        sizes = zip(weight.shape, blocks, strict=True)
+        rows, columns = (size if block is None else block for size, block in sizes)
         tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scales = tiles.abs().amax((1, 3)) / 100
         whole = weight / dequantize(torch.ones_like(weight), scales)

@@ -118,10 +118,9 @@ def measure_model(
         advance()
     tasks = tuple(dict.fromkeys(prompt.task for prompt in prompts))
     lengths = tuple(sorted({prompt.length for prompt in prompts}))
-    by_task = [_mean(n for n, p in zip(norms, prompts, strict=True) if p.task == task) for task in tasks]
-    by_length = [
-        _mean(n for n, p in zip(norms, prompts, strict=True) if p.length == size) for size in lengths
-    ]
+    measured = [*zip(norms, prompts, strict=True)]
+    by_task = [_mean(n for n, p in measured if p.task == task) for task in tasks]
+    by_length = [_mean(n for n, p in measured if p.length == size) for size in lengths]
     ratio = _mean(ratios)
     empty, rotated = ~mask.channel_mask.any(-1), ratio.any(-1, keepdim=True).expand_as(ratio)
     means = [

@@ -101,9 +101,8 @@ def export_onnx(
     export = None
     if "leank" in read_config(checkpoint):
         # A window size of 0 is a choice, though 0 equals False.
-        chosen = [
-            value for value in choices.values() if value not in (None, (), [], {}) and value is not False
-        ]
+        nothing: tuple[Any, ...] = (None, (), [], {})
+        chosen = any(value not in nothing and value is not False for value in choices.values())
         if mask is not None or chosen:
             raise LeanKError(
                 f"`{model}` already is a LeanK checkpoint, with a mask and windows of its own",
@@ -187,6 +186,7 @@ def write_graph(pruned: PrunedModel, path: Path) -> None:
     Raises:
         LeanKError: If the weights cannot be written.
     """
+    import onnx_ir
     from onnxscript import optimizer
 
     step = StepModel(pruned).eval()
@@ -197,8 +197,13 @@ def write_graph(pruned: PrunedModel, path: Path) -> None:
             optimizer.fold_constants(program.model)
             optimizer.remove_unused_nodes(program.model)
             program.optimize()
-            for node in program.model.graph.all_nodes():
+            for node in [*program.model.graph.all_nodes()]:
                 node.metadata_props.clear()  # the source lines it was traced from
+                # OLMo 2's norms have another dtype than what they read, which onnx takes theirs for.
+                if node.op_type == "RMSNormalization" and node.inputs[0].dtype != node.inputs[1].dtype:
+                    cast = onnx_ir.node("Cast", node.inputs[:1], {"to": node.inputs[1].dtype.value})
+                    node.graph.insert_before(node, cast)
+                    node.replace_input_with(0, cast.outputs[0])
             with full_disk_named(path):
                 program.save(path, external_data=True)
 

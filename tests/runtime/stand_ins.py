@@ -139,9 +139,8 @@ class PlainKernels:
         num_kv_heads = len(store.head_table) - 1
         query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
         if norms is not None:
-            query, key = (
-                self.add_norm(x, None, w, norms[2])[1] for x, w in ((query, norms[0]), (key, norms[1]))
-            )
+            both = (query, norms[0]), (key, norms[1])
+            query, key = (self.add_norm(x, None, w, norms[2])[1] for x, w in both)
         query, key = (
             states * cos[:, None]
             + torch.cat([-states[..., self.head_dim // 2 :], states[..., : self.head_dim // 2]], -1)

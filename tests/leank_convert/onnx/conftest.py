@@ -29,6 +29,7 @@ CASES = {
     "Mistral": ([[0, 0]], (0, 0, 1)),
     "Llama, one layer": ([[0, 5]], (3, 6, 4)),
     "Llama, V pruned": ([[5, 8, 8, 8]], (3, 6, 4)),
+    "Olmo2": ([[0, 5]], (3, 6, 4)),
 }
 # Of V: a head that sees pruned tokens and keeps nothing of it, and some of one width that lie apart.
 VALUE_WIDTHS = {"Llama, V pruned": [[0, 16, 4, 16]]}

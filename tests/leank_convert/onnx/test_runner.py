@@ -27,6 +27,7 @@ RUNS = [("Llama", name, "float32") for name in PROMPTS] + [
     ("Mistral", "unequal prompts in chunks", "float32"),
     ("Llama, one layer", "unequal prompts in chunks", "float16"),
     ("Llama, V pruned", "prompts as long as the windows", "float32"),
+    ("Olmo2", "unequal prompts in chunks", "float16"),
 ]
 
 
