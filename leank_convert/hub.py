@@ -74,7 +74,7 @@ def _download(model: str) -> Path:
 
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
-    return hub_name(model) or Path(model).expanduser().resolve().parts[-1]
+    return hub_name(model) or user_path(model).resolve().parts[-1]
 
 
 def hub_name(model: str | Path) -> str | None:
@@ -102,7 +102,7 @@ def name_in_config(folder: Path) -> str | None:
 
 def known_name(model: str | Path) -> str | None:
     """What the hub calls a model, else what a folder's config.json says; None where neither is known."""
-    return hub_name(model) or name_in_config(Path(model).expanduser())
+    return hub_name(model) or name_in_config(user_path(model))
 
 
 def is_hub_id(name: str) -> bool:

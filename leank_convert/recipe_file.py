@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.errors import LeanKError, RecipeError, cut, first_line, shorten
-from leank_convert.files import open_file
+from leank_convert.files import open_file, user_path
 from leank_convert.hub import known_name
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_problems import MOST, Problem, describe, find_obstacles, refuse
@@ -242,19 +242,18 @@ def _read_text(path_or_name: str | Path) -> str:
     name, path = str(path_or_name), Path(path_or_name)
     packaged = _packaged_files()
     try:
-        path = path.expanduser()
+        path = user_path(path_or_name)
         is_file, exists = path.is_file(), path.exists()
-    except (OSError, RuntimeError):  # a name longer than files have; nobody's home
+    except LeanKError:  # a name longer than files have; nobody's home
         is_file = exists = False
     if name in packaged and not is_file:
         return packaged[name].read_text(encoding="utf-8")
     if not exists:
         close = difflib.get_close_matches(path.name.removesuffix(".yaml"), packaged, n=1)
+        listed = f"packaged recipes: {', '.join(sorted(packaged))}"
         raise LeanKError(
             f"recipe `{shorten(name)}` is neither a file nor a packaged recipe",
-            hint=f"did you mean `{close[0]}`?"
-            if close
-            else f"packaged recipes: {', '.join(sorted(packaged))}",
+            hint=f"did you mean `{close[0]}`?" if close else listed,
         )
     with open_file(path) as file:
         content = file.read(_MAX_BYTES + 1)

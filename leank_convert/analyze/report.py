@@ -18,7 +18,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
-from leank_convert.files import write_atomically
+from leank_convert.files import user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import bytes_of
 from leank_convert.leank_block import read_block
@@ -44,14 +44,12 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
     Raises:
         LeanKError: If there is no mask, or it cannot be read.
     """
-    folder = Path(artifact).expanduser()
+    folder = user_path(artifact)
     path = resolve_mask(artifact)
     if not path.exists():
-        where = (
-            f"`{artifact}` holds no `{MASK_FILE_NAME}`" if folder.is_dir() else f"`{artifact}` does not exist"
-        )
+        what = f"holds no `{MASK_FILE_NAME}`" if folder.is_dir() else "does not exist"
         named = "name a mask file, the folder of a training run, or a converted checkpoint"
-        raise LeanKError(where, hint=ratios_hint(folder) or named)
+        raise LeanKError(f"`{artifact}` {what}", hint=ratios_hint(folder) or named)
     mask = load_mask(path)
     dtype = kv_dtype = None
     if folder.is_dir() and (folder / CONFIG_NAME).exists():

@@ -62,9 +62,10 @@ def analyze(
     measured = None
     if model is not None:
         from leank_convert.analyze.measurement import measure
+        from leank_convert.files import user_path
         from leank_convert.recipe_file import require_recipe
 
-        run = Path(artifact).expanduser()
+        run = user_path(artifact)
         recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)
         asked = {"num_samples": num_samples or 2, "seed": 1_000_000 if seed is None else seed}
         measured = measure(mask, artifact, model, recipe, **asked, device=device, progress=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.export.source_card import read_base_models
+from leank_convert.files import user_path
 from leank_convert.hub import hub_name, name_in_config
 from leank_convert.mask import ChannelMask
 from leank_convert.masks import find_by_model
@@ -32,7 +33,7 @@ def identify_model(model: str | Path) -> str | None:
     """What the hub calls a model, else its config.json, unless something says that weights were changed."""
     if name := hub_name(model):
         return name
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     noted = name_in_config(folder)
     if noted in read_base_models(folder) or any((folder / file).exists() for file in _TRAINERS_FILES):
         return None

@@ -218,9 +218,8 @@ class PlainKernels:
             return taken.transpose(1, 2).flatten(2, 3)[:, :, :capacity]
 
         kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
-        dropped, window = (
-            tokens_of(pool, store.window_table) for pool in (store.window_keys, store.window_values)
-        )
+        pools = store.window_keys, store.window_values
+        dropped, window = (tokens_of(pool, store.window_table) for pool in pools)
         tokens = torch.arange(capacity)
         visible = tokens < seen[..., None]  # [B, d, tokens]
         whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[..., None]))

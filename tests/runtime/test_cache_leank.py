@@ -57,9 +57,8 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair):
                 ((memory.kept_keys, memory.kept_values), page[0]),
                 ((memory.window_keys, memory.window_values), page[1]),
             ):
-                used, allocated = (
-                    sum(getattr(region, name) for region in regions) for name in ("used", "allocated")
-                )
+                names = "used", "allocated"
+                used, allocated = (sum(getattr(region, name) for region in regions) for name in names)
                 assert used < allocated <= 9 / 8 * used + 8 * page_bytes
 
 

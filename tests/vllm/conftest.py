@@ -370,9 +370,8 @@ def hold_to_runtime():
         stock = getattr(transformers, family.causal_lm_class).from_pretrained(folder, dtype=torch.float32)
         stock.build_cache = lambda: transformers.DynamicCache(config=stock.config)
         exact, rounded, dense = (scores_of(model, *asked) for model in (*models, stock))
-        served, lost, pruned = (
-            float((scores - exact).norm()) for scores in (torch.tensor(said["scores"][-1]), rounded, dense)
-        )
+        found = torch.tensor(said["scores"][-1]), rounded, dense
+        served, lost, pruned = (float((scores - exact).norm()) for scores in found)
         assert served < 2 * lost < pruned / 2
 
     return hold

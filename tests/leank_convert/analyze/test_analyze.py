@@ -78,9 +78,8 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
     assert found["model"] == "llama-model"
     leank = read_json(out / "config.json")["leank"]
     edit_json(out / "config.json", leank={**leank, **describe_cache("int4", None)})
-    told, shown = (
-        json.loads(done(name, out, "--json"))["bytes_per_token"] for name in ("analyze", "inspect")
-    )
+    told = json.loads(done("analyze", out, "--json"))["bytes_per_token"]
+    shown = json.loads(done("inspect", out, "--json"))["bytes_per_token"]
     assert told == shown and told["key_pruned"] < found["bytes_per_token"]["key_pruned"]
     edit_json(out / "config.json", leank={**leank, "kv_dtype": "fp4"})
     assert "`leank.kv_dtype` is 'fp4'" in rejected("analyze", out)

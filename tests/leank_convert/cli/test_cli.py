@@ -177,7 +177,7 @@ def test_a_signal_ends_a_command_and_leaves_nothing_half_written(number, code, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_home_is_found_where_shells_leave_it_to_the_command(tmp_path, monkeypatch):
+def test_home_is_found_where_shells_leave_it_to_the_command(retriever_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert done("export", "testbed", "--out=~/out") == f"{tmp_path / 'out'}\n"
@@ -189,6 +189,10 @@ def test_home_is_found_where_shells_leave_it_to_the_command(tmp_path, monkeypatc
     assert (tmp_path / "page").is_dir() and not (tmp_path / "~").exists()
     done("analyze", "testbed-70", "--out=./~/page")  # a folder of that name, to shells
     assert (tmp_path / "~" / "page").is_dir()
+    (tmp_path / "~model").symlink_to(retriever_folder)
+    (tmp_path / "r.yaml").rename("~r.yaml")
+    done("export", "./~model", "--all-channels", "--recipe=./~r.yaml", "--out=./~out")
+    assert "./~out" in done("analyze", "./~out")
 
 
 @pytest.mark.parametrize(
