@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
+    is_onnx_folder,
     ratios_hint,
     read_config,
     read_leank_config,
@@ -39,7 +40,7 @@ _PAIRS_PER_LINE = 8
 def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
     """Load a mask by its file, hub id or folder, and tell the bytes of a number, and what caches store.
 
-    Both are a checkpoint's; of a mask alone they are 2 and None, numbers as they come.
+    Both are a checkpoint's or a graph's; of a mask alone they are 2 and None, numbers as they come.
 
     Raises:
         LeanKError: If there is no mask, or it cannot be read.
@@ -59,6 +60,10 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
             _, leank = read_leank_config(folder)
             read_block(leank, read_leank_facts(config, folder), origin=str(folder / CONFIG_NAME))
             kv_dtype = leank.get("kv_dtype")
+    elif is_onnx_folder(folder):
+        from leank_convert.onnx.description import read_description  # imports transformers
+
+        dtype = read_description(folder).content["dtype"]
     return mask, bytes_of(str(dtype)), kv_dtype
 
 
@@ -129,9 +134,8 @@ def check_writable(out: Path) -> None:
 
 
 def _describe_measured(measured: Measurement) -> Iterator[tuple[str, str]]:
-    prompts = (
-        f"{', '.join(measured.tasks)} at {', '.join(f'{length:,}' for length in measured.lengths)} tokens"
-    )
+    lengths = ", ".join(f"{length:,}" for length in measured.lengths)
+    prompts = f"{', '.join(measured.tasks)} at {lengths} tokens"
     centred = "; keys less their mean" if measured.centred else ""
     yield "measured on", f"{prompts}, {measured.num_samples} of each{centred}"
     for name, table in (("tasks", measured.between_tasks), ("lengths", measured.between_lengths)):

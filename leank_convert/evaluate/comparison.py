@@ -324,7 +324,6 @@ def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
 
 def _whisker(score: PairedScore, baseline: str, variant: str) -> tuple[float, float]:
     """Middle and half the length of the scores, in percent, that a difference's interval allows."""
-    low, high = (
-        100 * min(1.0, max(0.0, score.means[baseline] + end)) for end in score.differences[variant].interval
-    )
+    ends = score.differences[variant].interval
+    low, high = (100 * min(1.0, max(0.0, score.means[baseline] + end)) for end in ends)
     return (low + high) / 2, (high - low) / 2

@@ -95,9 +95,8 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
         caches.append(cache)
     joined = DynamicCache()
     for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        keys, values = (
-            _stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
-        )
+        names = "keys", "values"
+        keys, values = (_stack_left_padded([getattr(layer, name) for layer in layers]) for name in names)
         joined.update(keys, values, index)
         for layer in layers:  # one layer is held twice, not all
             layer.keys = layer.values = None

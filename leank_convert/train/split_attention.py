@@ -228,9 +228,8 @@ def split_attention(
         if student.sees_middle is not None:
             hidden = ~student.sees_middle.to(query.device)
         if student.value_basis is not None and student.value_factors is not None:
-            basis, factors = (
-                part.to(query.device, compute) for part in (student.value_basis, student.value_factors)
-            )
+            both = student.value_basis, student.value_factors
+            basis, factors = (part.to(query.device, compute) for part in both)
     if sinks is not None:
         sinks = of_queries(sinks, num_queries).reshape(batch, key.shape[1], -1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]

@@ -281,9 +281,8 @@ def test_silu_mul(num_rows, size):
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 8, 8), (8, 200, 1032), (3, 64, 4104)])
 def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
     generator = torch.Generator().manual_seed(inputs)
-    states, weight, bias = (
-        torch.randn(shape, generator=generator) for shape in ((rows, inputs), (outputs, inputs), (outputs,))
-    )
+    shapes = (rows, inputs), (outputs, inputs), (outputs,)
+    states, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
     for added in (bias, None):
         product = on_cpu(programs).product(states, weight, added)
         expected = torch.nn.functional.linear(

@@ -92,9 +92,8 @@ def make_layer(kernels, is_fp8=False):
     if is_fp8:
         pools = [as_bytes(pool.to(FP8)) for pool in pools]
         layer.window.kv_cache = pools[1]
-        layer.key_scale, layer.value_scale = (
-            2.0 ** torch.randint(-7, -4, (1, NUM_HEADS, HEAD_DIM), generator=generator) for _ in range(2)
-        )
+        exponents = (torch.randint(-7, -4, (1, NUM_HEADS, HEAD_DIM), generator=generator) for _ in range(2))
+        layer.key_scale, layer.value_scale = (2.0**exponent for exponent in exponents)
     return layer, pools[0]
 
 

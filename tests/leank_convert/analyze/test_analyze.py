@@ -67,7 +67,7 @@ def test_many_widths_are_told_by_their_number(save):
     assert "32 widths from 0 to 31" in done("analyze", save(many))
 
 
-def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(source_model, tmp_path):
+def test_an_export_is_told_in_the_models_head_order_and_its_bytes(source_model, shipped_onnx, tmp_path):
     mask = torch.zeros(3, 4, 12, dtype=torch.bool)
     mask[0, 0] = True
     mask[2, 1, :5] = True
@@ -83,6 +83,8 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(sour
     assert told == shown and told["key_pruned"] < found["bytes_per_token"]["key_pruned"]
     edit_json(out / "config.json", leank={**leank, "kv_dtype": "fp4"})
     assert "`leank.kv_dtype` is 'fp4'" in rejected("analyze", out)
+    told, shown = (json.loads(done(name, shipped_onnx, "--json")) for name in ("analyze", "inspect"))
+    assert told["bytes_per_token"] == shown["bytes_per_token"] and told["element_bytes"] == 4
 
 
 def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(save, tmp_path):
