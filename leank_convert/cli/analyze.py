@@ -65,8 +65,7 @@ def analyze(
         from leank_convert.files import user_path
         from leank_convert.recipe_file import require_recipe
 
-        run = user_path(artifact)
-        recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)
+        recipe = require_recipe(recipe_name, model, run=user_path(artifact), overrides=overrides)
         asked = {"num_samples": num_samples or 2, "seed": 1_000_000 if seed is None else seed}
         measured = measure(mask, artifact, model, recipe, **asked, device=device, progress=True)
     report = AnalysisReport(mask, analyze_mask(mask, element_bytes, kv_dtype), measured, artifact)

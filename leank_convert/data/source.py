@@ -107,8 +107,9 @@ class SampleSource:
         # Cut here: a length given to the tokenizer is its state, and holds for what other threads encode.
         ids = self.tokenizer(piece, verbose=False)["input_ids"][:length]
         if len(ids) < _LEAST_TEXT:
+            named = self.data.haystack.source or "the documentation of Python"
             raise LeanKError(
-                f"{size:,} letters of haystack `{self.data.haystack.source}` make too few tokens: {len(ids)}",
+                f"{size:,} letters of haystack `{named}` make too few tokens: {len(ids)}",
                 hint="name text that the model's tokenizer was made for by `data.haystack.source`",
             )
         return torch.tensor(ids)
