@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -35,17 +34,11 @@ class LeanKError(Exception):
 class RecipeError(LeanKError):
     """What is wrong with one recipe: a sentence per problem, without its name."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], problems: Sequence[str], hint: str | None = None
-    ) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, name: str, problems: Sequence[str], hint: str | None = None) -> None:
         self.problems = tuple(problems)
-        if len(self.problems) == 1:
-            message = f"recipe `{shorten(self.path)}`: {self.problems[0]}"
-        else:
-            listed = "".join(f"\n  {problem}" for problem in self.problems)
-            message = f"recipe `{shorten(self.path)}`: {len(self.problems)} problems:{listed}"
-        super().__init__(message, hint)
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        what = problems[0] if len(problems) == 1 else f"{len(problems)} problems:{listed}"
+        super().__init__(f"recipe `{shorten(name)}`: {what}", hint)
 
 
 class NotFiniteError(LeanKError):
