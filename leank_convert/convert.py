@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask, check_of_keys, load_mask
 from leank_convert.methods.make import train_masks
-from leank_convert.methods.measured_cache import MeasuredCache, measure_cache
+from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe
 from leank_convert.train.choice import choose_recipe
@@ -82,14 +83,16 @@ def convert_model(
                         hint="leave out `--mask-only`, or train into another folder",
                     )
             return [result.mask for result in results]
-        measured: dict[int, MeasuredCache] = {}
-        if kv_dtype is not None:
-            for mask in filter(lambda mask: _has_to_measure(mask, kv_dtype), masks.values()):
-                if (key := _measured_for(mask, kv_dtype)) not in measured:
-                    measured[key] = measure_cache(model, recipe, device=device, value_basis=mask.value_basis)
+        # Means of keys are the model's; scales alone depend on a mask, by the basis of its V.
+        measure = cache(lambda basis: measure_cache(model, recipe, device=device, value_basis=basis))
+        measured = {
+            folder: measure(mask.value_basis if kv_dtype == "fp8" else None)
+            for folder, mask in masks.items()
+            if kv_dtype is not None and _has_to_measure(mask, kv_dtype)
+        }
         written, refused = [], []
         for folder, mask in masks.items():
-            found = measured.get(_measured_for(mask, kv_dtype))
+            found = measured.get(folder)
             centred = mask if found is None else found.centre(mask)
             try:
                 exported = export_checkpoint(
@@ -190,11 +193,6 @@ def export_model(
 def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:
     """Whether a mask lacks its mean of keys, or a cache its scales, which are the model's."""
     return mask.key_mean is None or kv_dtype == "fp8"
-
-
-def _measured_for(mask: ChannelMask, kv_dtype: str | None) -> int:
-    """What tells measurements of a model apart: scales alone depend on a mask, by the basis of its V."""
-    return id(mask.value_basis) if kv_dtype == "fp8" else 0
 
 
 def _trial(
