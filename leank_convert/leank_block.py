@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -89,7 +88,6 @@ def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> L
     try:
         settings = read_settings(config)
         _check_keys(leank)
-        _check_heads(leank)
         _check_values(leank, facts)
     except (ValueError, LeanKError) as error:
         raise LeanKError(
@@ -108,16 +106,10 @@ def _check_keys(leank: Mapping[str, Any]) -> None:
         raise LeanKError(f"the `leank` block has key {cut(key)}, which format {FORMAT_VERSION} does not know")
 
 
-def _check_heads(leank: Mapping[str, Any]) -> None:
-    for layer, (row, order) in enumerate(zip(leank["widths"], leank["head_permutation"], strict=True)):
+def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
+    for layer, row in enumerate(leank["widths"]):
         if row != sorted(row):
             raise LeanKError(f"`leank.widths[{layer}]` is {cut(row)}, not ascending")
-        # Stable: heads of one width keep the order they had.
-        if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, order, strict=True))):
-            raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(order)}, not stable within a bucket")
-
-
-def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
     total = math.prod(facts.mask_shape)
     reached, given = 1 - sum(map(sum, leank["widths"])) / total, leank["pruning_ratio"]
     if type(given) not in (int, float) or not math.isclose(reached, given, abs_tol=1e-9):

@@ -189,7 +189,6 @@ def roll(rows):
 LEANK = [
     ("format_version", 2, "`leank.format_version` is 2, these runtime files read 1"),
     ("widths", roll, "`leank.channel_masks[1]` keeps"),
-    ("head_permutation", lambda rows: [[1, 0], rows[1]], "[1, 0], not stable within a bucket"),
     ("pruning_ratio", 0.25, "`leank.pruning_ratio` is 0.25"),
     ("config_overrides", [], "`leank.config_overrides` is []: Input should be a valid"),
     ("files", None, "does not name `channel_mask.safetensors`"),
