@@ -120,19 +120,13 @@ class ChannelMask:
 
     def stores_alike(self, other: ChannelMask) -> bool:
         """Whether a cache stores the same by both: channels of keys less a mean, directions of V."""
-        names = ("channel_mask", "key_mean", "value_basis", "value_widths")
-        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
-        return all(a is b if a is None or b is None else a.equal(b) for a, b in pairs)
+        return self.holds(other) and other.holds(self)
 
     def holds(self, other: ChannelMask) -> bool:
         """Whether it stores as the other does, but for a mean of keys or a pruned V that the other lacks."""
-        if not self.channel_mask.equal(other.channel_mask):
-            return False
-        if other.key_mean is None:
-            other = replace(other, key_mean=self.key_mean)
-        if other.value_widths is None:
-            other = replace(other, value_basis=self.value_basis, value_widths=self.value_widths)
-        return self.stores_alike(other)
+        names = ("channel_mask", "key_mean", "value_basis", "value_widths")
+        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
+        return all(theirs is None or (own is not None and own.equal(theirs)) for own, theirs in pairs)
 
     @property
     def rotated_channels(self) -> Tensor:
