@@ -109,17 +109,6 @@ class MaskProvenance:
             raise first_problem(error, "header metadata `") from error
         Windows(known.sink_size, known.recent_size, known.flush_size)
         check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
-        if known.num_attention_heads % known.num_key_value_heads:
-            raise LeanKError(
-                f"header metadata `num_attention_heads` is {known.num_attention_heads}, not a multiple of "
-                f"{known.num_key_value_heads} KV heads"
-            )
-        layers = known.numbers_of_layers
-        if sorted(set(layers)) != layers or layers[-1:] >= [known.num_hidden_layers]:
-            raise LeanKError(
-                f"header metadata `layers` is {cut(layers)}, not the ascending numbers of some of "
-                f"{known.num_hidden_layers} layers"
-            )
         return known
 
     def to_metadata(self) -> dict[str, str]:
