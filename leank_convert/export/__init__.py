@@ -229,7 +229,7 @@ def _describe(export: Export, mask: ChannelMask, leank: Mapping[str, Any], tried
     """Build the model card."""
     folder, facts = export.checkpoint.folder, export.facts
     name, known_as = model_name(export.request.model), export.provenance.model
-    output = export.checkpoint.find(attention_tensor(0, "o_proj.weight"))
+    output = export.checkpoint.find(attention_tensor(facts.layers[0], "o_proj.weight"))
     tokenizer = read_json_if_there(folder / TOKENIZER_CONFIG_NAME)
     source = Source(
         name,

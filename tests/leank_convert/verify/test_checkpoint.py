@@ -76,12 +76,14 @@ def test_another_source_is_found(exported, source_model):
 
 # Of whose folders transformers makes an empty tokenizer, of a class that it has for them.
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "qwen3_next"])
-def test_a_model_without_a_tokenizer_verifies(family, source_model, tmp_path):
+def test_a_model_without_a_tokenizer_and_a_dtype_verifies(family, source_model, tmp_path):
     source = source_model(family, num_hidden_layers=4, pad_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (source / name).unlink()
+    edit_json("config.json", lambda config: config.update(dtype=None))(source)
     out = export_checkpoint(source, None, tmp_path / "out", all_channels=True)
     assert failed(out, source) == {}
+    assert "\nAt 4 bytes per number, " in (out / "README.md").read_text()
     for key, value in (("tokenizer_class", "Qwen2Tokenizer"), ("eos_token", "x")):
         (out / "tokenizer_config.json").write_text(json.dumps({key: value}))
         bless(out)
