@@ -43,8 +43,7 @@ def identify_model(model: str | Path) -> str | None:
 def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
     """Say in a line which mask is taken, where it comes from and how it was evaluated."""
     known = mask.provenance
-    if known is None:
-        return f"mask `{name}` of the package"
+    assert known is not None  # every packaged mask has it
     text = f"mask `{name}` of the package, made by {known.maker} for {known.model}"
     if known.source is not None:
         text += f" ({known.source})"
