@@ -33,7 +33,13 @@ from leank_convert.head_layout import (
     plan_head_layout,
 )
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
+from leank_convert.leank_block import (
+    KEY_MEAN_KEY,
+    VALUE_BASIS_KEY,
+    VALUE_WIDTHS_KEY,
+    load_own_mask,
+    read_block,
+)
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
@@ -117,7 +123,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     config, leank = read_leank_config(path)
     facts = read_leank_facts(config, path)
     windows = read_block(leank, facts, origin=str(path / CONFIG_NAME)).windows
-    mask = load_mask(path / MASK_FILE_NAME)
+    mask = load_own_mask(path, leank)
     described = _describe_widths(
         leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"), leank.get(VALUE_WIDTHS_KEY)
     )

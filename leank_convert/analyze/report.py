@@ -22,7 +22,7 @@ from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import bytes_of
-from leank_convert.leank_block import read_block
+from leank_convert.leank_block import load_own_mask, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
@@ -51,20 +51,19 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
         what = f"holds no `{MASK_FILE_NAME}`" if folder.is_dir() else "does not exist"
         named = "name a mask file, the folder of a training run, or a converted checkpoint"
         raise LeanKError(f"`{artifact}` {what}", hint=ratios_hint(folder) or named)
-    mask = load_mask(path)
-    dtype = kv_dtype = None
+    dtype = leank = None
     if folder.is_dir() and (folder / CONFIG_NAME).exists():
         config = read_config(folder)
         dtype = config.get("dtype") or config.get("torch_dtype")
         if "leank" in config:
             _, leank = read_leank_config(folder)
             read_block(leank, read_leank_facts(config, folder), origin=str(folder / CONFIG_NAME))
-            kv_dtype = leank.get("kv_dtype")
     elif is_onnx_folder(folder):
         from leank_convert.onnx.description import read_description  # imports transformers
 
         dtype = read_description(folder).content["dtype"]
-    return mask, bytes_of(str(dtype)), kv_dtype
+    mask = load_mask(path) if leank is None else load_own_mask(folder, leank)
+    return mask, bytes_of(str(dtype)), leank and leank.get("kv_dtype")
 
 
 @dataclass(frozen=True)

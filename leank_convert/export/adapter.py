@@ -31,11 +31,11 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.plan import TensorEdit, list_stock_tensors, plan_edit
-from leank_convert.files import read_json, sha256_of, sync_path, user_path, write_atomically
+from leank_convert.files import read_json, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
-from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, load_mask
+from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, load_own_mask, read_block
+from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 _FILES = {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
@@ -89,8 +89,9 @@ def convert_adapter(
     )
     edits: dict[str, TensorEdit] = {}
     if not trained_on_checkpoint:
-        basis = _load_basis(origin, leank) if _is_folded(leank) else None
-        edits = _plan(header, facts, leank["head_permutation"], basis, str(origin / CONFIG_NAME))
+        basis = load_own_mask(origin, leank).value_basis if _is_folded(leank) else None
+        exact = None if basis is None else basis.double()
+        edits = _plan(header, facts, leank["head_permutation"], exact, str(origin / CONFIG_NAME))
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial:
         new = Path(partial) / "adapter"
@@ -248,18 +249,6 @@ def _plan(
             raise _unknown(path, tensor)
         edits[tensor.name] = edit
     return edits
-
-
-def _load_basis(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor:
-    """The basis of V that is folded into a checkpoint's weights."""
-    path = checkpoint / MASK_FILE_NAME
-    basis = load_mask(path).value_basis
-    if basis is None or sha256_of(path) != leank["files"].get(MASK_FILE_NAME):
-        raise LeanKError(
-            f"`{path}` is not the mask of this checkpoint, whose basis of V is in its weights",
-            hint="copy or export the checkpoint again",
-        )
-    return basis.double()
 
 
 def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:
