@@ -18,7 +18,7 @@ from bin.baselines import int4, kivi, quest, snapkv
 from bin.baselines.compared_cache import Compared, ComparedLayer, Prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel
-from leank_convert.evaluate.names import BASELINES
+from leank_convert.evaluate.names import BASELINES, ROUNDED
 from leank_convert.evaluate.variants import Variant, rounded_variant
 from leank_convert.windows import Windows
 
@@ -54,21 +54,19 @@ METHODS = {
         query_window=snapkv.QUERY_WINDOW,
     ),
 }
-COMPARED = ("fp8", "int4", *METHODS)
 
 
-def make_variants(
-    name: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
-) -> list[Variant]:
-    """Make a method's variants, one for every setting that is reported, on LeanK's kept channels or `alone`.
+def make_variants(name: str, channel_masks: Tensor, key_mean: Tensor | None) -> list[Variant]:
+    """Make a method's variants, one for every setting that is reported; `leank+` is on LeanK's kept channels.
 
-    The method is one of `COMPARED`; masks are in the checkpoint's head order, bool [L, H_kv, D], as is the
-    mean that comes off LeanK's keys. Methods alone are as they were published, with all channels.
+    The name is one of `ROUNDED` or `BASELINES`; masks are in the checkpoint's head order, bool [L, H_kv, D],
+    as is the mean that comes off LeanK's keys. Methods alone are as they were published, with all channels.
     """
-    if name not in METHODS:
-        return [rounded_variant(name, channel_masks, alone=alone, key_mean=key_mean)]
-    layers, on_leank, recent_size, query_window = METHODS[name]
-    if not alone:
+    if name in ROUNDED:
+        return [rounded_variant(name, channel_masks, key_mean)]
+    method = name.removeprefix("leank+")
+    layers, on_leank, recent_size, query_window = METHODS[method]
+    if name != method:
         return [
             Compared(f"leank+{label}", make_layer, channel_masks, None, query_window, key_mean)
             for label, make_layer in {**layers, **on_leank}.items()
@@ -86,8 +84,7 @@ def _compare(name: str, evaluated: EvaluatedModel) -> list[Variant]:
             f"`{name}` is not known of a model with layers that are not pruned, as this one has",
             hint="take a variant that the package has, such as window, think, fp8 or int4",
         )
-    method, masks = name.removeprefix("leank+"), evaluated.channel_masks
-    return make_variants(method, masks, alone=name == method, key_mean=evaluated.key_mean)
+    return make_variants(name, evaluated.channel_masks, evaluated.key_mean)
 
 
 VARIANTS = {name: partial(_compare, name) for name in BASELINES}

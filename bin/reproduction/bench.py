@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bin.baselines import COMPARED, make_variants
+from bin.baselines import make_variants
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as round_to_int4
 from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, MAIN_VALUES, Entry, Plan
@@ -27,6 +27,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
+from leank_convert.evaluate.names import BASELINES, ROUNDED
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.files import write_atomically
@@ -193,9 +194,8 @@ class Bench:
             budget = entry.ratio if entry.run is None else mask.sum(-1)
             return ThinK(budget, THINK_WINDOWS if entry.own_windows else None, name=entry.name)
         if entry.kind == "beside":
-            alone = entry.run is None
-            mean = None if alone else self.mask(entry).key_mean
-            made = (make_variants(method, mask, alone=alone, key_mean=mean) for method in COMPARED)
+            mean = None if entry.run is None else self.mask(entry).key_mean
+            made = (make_variants(name, mask, mean) for name in (*ROUNDED, *BASELINES))
             return next(variant for found in made for variant in found if variant.name == entry.name)
         kept = torch.ones_like(mask) if entry.ratio == EVERY_CHANNEL else mask
         mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -138,33 +139,27 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     return [variant for name in dict.fromkeys(names) for variant in factories[name](evaluated)]
 
 
-def rounded_variant(
-    kv_dtype: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
-) -> Masked:
-    """A LeanK cache in FP8 or int4, `alone` on all channels, else on the kept ones [L, H_kv, D].
+def rounded_variant(name: str, channel_masks: Tensor, key_mean: Tensor | None) -> Masked:
+    """A LeanK cache in FP8 or int4 by its name: on all channels, with `leank+` on the kept ones [L, H_kv, D].
 
     Then `key_mean` [L, H_kv, D] comes off its keys, both in the checkpoint's head order.
     """
-    if alone:
-        return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype, prune_values=False)
-    constants = None if key_mean is None else {"key_mean": key_mean}
-    return Masked(f"leank+{kv_dtype}", channel_masks, kv_dtype=kv_dtype, constants=constants)
-
-
-def _round(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
     kv_dtype = name.removeprefix("leank+")
-    return lambda evaluated: [
-        rounded_variant(
-            kv_dtype, evaluated.channel_masks, alone=name == kv_dtype, key_mean=evaluated.key_mean
-        )
-    ]
+    if name == kv_dtype:
+        return Masked(name, torch.ones_like(channel_masks), kv_dtype=kv_dtype, prune_values=False)
+    constants = None if key_mean is None else {"key_mean": key_mean}
+    return Masked(name, channel_masks, kv_dtype=kv_dtype, constants=constants)
+
+
+def _round(name: str, evaluated: EvaluatedModel) -> list[Variant]:
+    return [rounded_variant(name, evaluated.channel_masks, evaluated.key_mean)]
 
 
 OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
     WINDOW: lambda evaluated: [Masked(WINDOW, torch.zeros_like(evaluated.channel_masks))],
     THINK: lambda evaluated: [ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS)],
     PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
-    **{name: _round(name) for name in ROUNDED},
+    **{name: partial(_round, name) for name in ROUNDED},
 }
 """What `--also` takes, beside the baselines of a checkout."""
 
