@@ -76,15 +76,14 @@ def benchmark_onnx(setup: Setup, *, lengths: Sequence[int], weights: str, thread
     exact.double()
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
-    masks, windows, cases = torch.stack(measured.channel_masks), measured.windows, []
+    masks, cases = torch.stack(measured.channel_masks), []
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
             folder = Path(temporary, side)
             folder.mkdir()
             kept = masks if side == "leank" else torch.zeros_like(masks)
-            pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
-            export_graph(pruned, folder, weights=rounded)
+            export_graph(PrunedModel(model, kept, measured.windows), folder, weights=rounded)
             hosts[side] = Description(folder), load_graph(folder / MODEL_FILE, threads, settings)
         # Those in the graph's file, without the embedding's.
         read = (folder / f"{MODEL_FILE}.data").stat().st_size - model.get_input_embeddings().weight.nbytes

@@ -44,7 +44,7 @@ def make_trials(pruned: PrunedModel) -> list[Trial]:
 
     LeanKError if a logit is not finite.
     """
-    slots, num_tokens, num_pruned = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
+    slots, num_tokens, num_pruned = trial_sizes(**pruned.windows.sizes)
     generator = torch.Generator().manual_seed(1)
     shapes = cache_shapes(pruned, 2, slots, 5)
     cache = [torch.randn(*shape, generator=generator).to(pruned.model.dtype) for shape in shapes.values()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.errors import LeanKError
-from leank_convert.onnx.graph import cache_shapes
+from leank_convert.onnx.graph import STEP_INPUTS, cache_shapes
 from leank_convert.onnx.leank_onnx_cache import FORMAT_VERSION, Bucket, Description, LeanKOnnxError, digest_of
 from leank_convert.onnx.libraries import OPSET
 from leank_convert.onnx.pruned_model import PrunedModel
@@ -40,14 +40,8 @@ def describe(
     """Describe the graph of a model; `difference` of quantized weights is what `check_graph` returned."""
     config, dtype = pruned.model.config, pruned.dtype
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
-    integers: dict[str, list[int | str]] = {
-        "input_ids": ["batch", "new_tokens"],
-        "past_lengths": ["batch"],
-        "pruned_lengths": ["batch"],
-        "logits_index": ["batch", "logits"],
-    }
     inputs: list[dict[str, Any]] = [
-        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
+        {"name": name, "dtype": "int64", "shape": shape} for name, shape in STEP_INPUTS.items()
     ]
     for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
         _, layer, region, *width, part = name.split(".")
@@ -84,9 +78,7 @@ def describe(
         },
         "bos_token_id": next(iter(_token_ids(pruned, "bos_token_id")), None),
         "eos_token_ids": _token_ids(pruned, "eos_token_id"),
-        "sink_size": pruned.sink_size,
-        "recent_size": pruned.recent_size,
-        "flush_size": pruned.flush_size,
+        **pruned.windows.sizes,
         "widths": pruned.widths,
         **({} if pruned.value_widths is None else {"value_widths": list(map(list, pruned.value_widths))}),
         "buckets": [[_describe_bucket(bucket) for bucket in layer] for layer in pruned.buckets],

@@ -35,7 +35,7 @@ from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.description import describe
-from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
+from leank_convert.onnx.graph import STEP_INPUTS, StepModel, attend_in_regions, attending, cache_shapes
 from leank_convert.onnx.leank_onnx_cache import MODEL_FILE
 from leank_convert.onnx.libraries import OPSET, check_available
 from leank_convert.onnx.pruned_model import (
@@ -150,19 +150,17 @@ def export_onnx(
     return out
 
 
-def export_graph(pruned: PrunedModel | Path, folder: Path, *, weights: str | None = None) -> None:
+def export_graph(pruned: PrunedModel, folder: Path, *, weights: str | None = None) -> None:
     """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder, without running the graph.
 
-    For the dense model of the same exporter, replace `channel_masks` by zeros and `recent_size` by the
+    For the dense model of the same exporter, replace `channel_masks` by zeros and the recent window by the
     capacity: nothing is pruned then.
 
     Raises:
-        LeanKError: If a library is missing, the weights are not supported, or the checkpoint cannot be read.
+        LeanKError: If a library is missing, or the weights are not supported.
     """
     check_available()
     check_quantizer(weights)
-    if isinstance(pruned, Path):
-        pruned = load_pruned(pruned)
     write_graph(pruned, folder / MODEL_FILE)
     if weights is not None:
         quantize_weights(folder / MODEL_FILE, weights)
@@ -227,7 +225,8 @@ def _trace(pruned: PrunedModel, step: StepModel) -> Any:
     """Trace into a `torch.onnx.ONNXProgram`, every operation as the tracer gives it."""
     # Sizes that no other size equals, lest the tracer takes two for one.
     batch, num_new, num_logits = 2, 3, 5
-    sink = pruned.sink_size if pruned.sink_size <= 8192 else 4096  # memory that nothing reads
+    sink = pruned.windows.sink_size
+    sink = sink if sink <= 8192 else 4096  # memory that nothing reads
     shapes = cache_shapes(pruned, batch, sink + 11, sink + 17)
     names = cache_shapes(pruned, "batch", "window_slots", "pruned_slots")
     args = (
@@ -237,15 +236,9 @@ def _trace(pruned: PrunedModel, step: StepModel) -> Any:
         torch.zeros(batch, num_logits, dtype=torch.long),
         [torch.zeros(*shape, dtype=pruned.model.dtype) for shape in shapes.values()],
     )
-    dynamic = (
-        {0: "batch", 1: "new_tokens"},
-        {0: "batch"},
-        {0: "batch"},
-        {0: "batch", 1: "logits"},
-        [
-            {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
-            for shape in names.values()
-        ],
+    given, cache = (
+        [{axis: size for axis, size in enumerate(shape) if isinstance(size, str)} for shape in each.values()]
+        for each in (STEP_INPUTS, names)
     )
     layers = range(len(pruned.buckets))
     # A cache of what operations give takes longer to ask than they do, where sizes are symbols.
@@ -256,8 +249,8 @@ def _trace(pruned: PrunedModel, step: StepModel) -> Any:
             args,
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=dynamic,
-            input_names=["input_ids", "past_lengths", "pruned_lengths", "logits_index", *shapes],
+            dynamic_shapes=(*given, cache),
+            input_names=[*STEP_INPUTS, *shapes],
             output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],
             optimize=False,
             verbose=False,

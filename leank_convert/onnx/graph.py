@@ -26,6 +26,13 @@ _ATTENTION = "leank_onnx"
 # Far below any logit, and finite in float16 too: a row without any token yet must not become NaN.
 _HIDDEN = -6e4
 _MAX_TRIAL_SLOTS = 4096
+# What a step is given beside the cache, integers all, and the sizes of each.
+STEP_INPUTS = {
+    "input_ids": ["batch", "new_tokens"],
+    "past_lengths": ["batch"],
+    "pruned_lengths": ["batch"],
+    "logits_index": ["batch", "logits"],
+}
 
 
 @dataclass
@@ -56,7 +63,7 @@ class StepModel(nn.Module):
     def __init__(self, pruned: PrunedModel) -> None:
         super().__init__()
         self.model = pruned.model
-        self.sink_size = pruned.sink_size
+        self.sink_size = pruned.windows.sink_size
         self.buckets = pruned.buckets
         identity = torch.arange(pruned.channel_masks.shape[-1])
         self.key_mean: Tensor | None

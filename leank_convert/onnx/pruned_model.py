@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.config_class import build_config
@@ -36,9 +37,7 @@ class PrunedModel:
     # A stock causal LM of one of `DTYPES`, in eval mode, on the CPU, in the checkpoint's head order.
     model: Any
     channel_masks: Tensor  # kept channels, bool [L, H_kv, D]; widths ascend within a layer
-    sink_size: int
-    recent_size: int
-    flush_size: int
+    windows: Windows
     name: str = "model"  # for the description
     # [layer][new] = old over KV heads, None where heads are in the model's own order.
     head_permutation: list[list[int]] | None = None
@@ -100,7 +99,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     return PrunedModel(
         model,
         settings.channel_masks,
-        **settings.windows.sizes,
+        settings.windows,
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
         key_mean=_read_key_mean(checkpoint, leank),

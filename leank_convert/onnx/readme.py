@@ -80,7 +80,7 @@ def build_readme(pruned: PrunedModel, *, weights: str | None = None, difference:
     cache = count_cache_bytes(pruned.widths, head_dim, size, value_widths=pruned.value_widths)
     removed, values = cache.removed
     is_whole = pruned.value_widths is None
-    ring = pruned.recent_size + pruned.flush_size
+    windows = pruned.windows
     return _README.format(
         name=escaped(pruned.name),
         opset=OPSET,
@@ -94,10 +94,10 @@ def build_readme(pruned: PrunedModel, *, weights: str | None = None, difference:
         stored_values="the whole value"
         if is_whole
         else "the first `value_width` channels\n  of a value, which has no buffer where that is 0",
-        sink=pruned.sink_size,
-        recent=pruned.recent_size,
-        flush=pruned.flush_size,
-        ring=ring,
-        slots=pruned.sink_size + ring,
+        sink=windows.sink_size,
+        recent=windows.recent_size,
+        flush=windows.flush_size,
+        ring=windows.recent_size + windows.flush_size,
+        slots=windows.total,
         cache=cache,
     )

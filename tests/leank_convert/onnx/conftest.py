@@ -14,6 +14,7 @@ import torch
 
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
+from leank_convert.windows import Windows
 from tests.runtime.conftest import build_pair
 from tests.runtime.tiny_inputs import feed
 from tests.tiny_families import random_mask, word_tokenizer
@@ -66,7 +67,7 @@ def write(folder, dense, leank, masks, windows):
     folder.mkdir()
     key_mean = None if leank.key_means is None else torch.cat(leank.key_means)
     values = leank.config.leank.get("value_widths")
-    export_graph(PrunedModel(dense, masks, *windows, key_mean=key_mean, value_widths=values), folder)
+    export_graph(PrunedModel(dense, masks, Windows(*windows), key_mean=key_mean, value_widths=values), folder)
     word_tokenizer().save(str(folder / "tokenizer.json"))
     for file in Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"):
         shutil.copy(file, folder)

@@ -13,6 +13,7 @@ from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, export
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.pruned_model import load_pruned
+from leank_convert.windows import Windows
 from tests.checks import done, edit_json, failed, refusal, rejected, snapshot
 from tests.leank_convert.onnx.conftest import CASES, build
 
@@ -134,9 +135,9 @@ def test_check_finds_what_is_not_the_models(retriever_onnx, checkpoint, tmp_path
 
 
 def test_a_graph_without_sink_recent_tokens_and_pruned_region_is_tried_too(exported):
-    folder, windows = exported("Mistral").folder, CASES["Mistral"][1]
-    dense, _, masks = build("Mistral", windows)
-    assert check_graph(make_trials(PrunedModel(dense, masks, *windows)), folder / "model.onnx") < 1e-4
+    folder, windows = exported("Mistral").folder, Windows(*CASES["Mistral"][1])
+    dense, _, masks = build("Mistral", windows.sizes.values())
+    assert check_graph(make_trials(PrunedModel(dense, masks, windows)), folder / "model.onnx") < 1e-4
     assert "onnxruntime" not in failed(folder)
 
 
