@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,18 +271,12 @@ def _hollow(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         id(weight): nn.Parameter(weight.new_zeros(()).expand(weight.shape), requires_grad=False)
         for weight in own.values()
     }
-    for name, weight in own.items():
-        _set_parameter(module, name, hollow[id(weight)])
+    given = {name: hollow[id(weight)] for name, weight in own.items()}
+    module.load_state_dict(given, strict=False, assign=True)
     try:
         yield {name: weight.detach() for name, weight in own.items()}
     finally:
-        for name, weight in own.items():
-            _set_parameter(module, name, weight)
-
-
-def _set_parameter(module: nn.Module, name: str, weight: Tensor) -> None:
-    owner, _, key = name.rpartition(".")
-    setattr(module.get_submodule(owner), key, weight)
+        module.load_state_dict(own, strict=False, assign=True)
 
 
 @contextmanager
@@ -289,18 +284,13 @@ def _attached(program: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a program read weights where they are, for a while."""
     import onnx_ir
 
-    def read(name: str) -> onnx_ir.LazyTensor:
-        value = program.model.graph.initializers[name]
-        return onnx_ir.LazyTensor(
-            lambda: onnx_ir.tensor(weights[name].numpy(), name=name),
-            dtype=value.dtype,
-            shape=value.shape,
-            name=name,
-        )
+    def read(name: str) -> onnx_ir.TensorProtocol:
+        return onnx_ir.tensor(weights[name].numpy(), name=name)
 
     attached = [value for name, value in program.model.graph.initializers.items() if name in weights]
     for value in attached:
-        value.const_value = read(value.name)
+        lazily = partial(read, value.name)
+        value.const_value = onnx_ir.LazyTensor(lazily, dtype=value.dtype, shape=value.shape, name=value.name)
     try:
         yield
     finally:
