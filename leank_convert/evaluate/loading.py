@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from leank_convert._runtime.configuration_leank import read_settings
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
-from leank_convert.architectures import ModelFacts, read_model_facts
+from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     open_checkpoint,
@@ -53,7 +53,6 @@ class EvaluatedModel:
     dense: Any  # the stock class on the same weights
     tokenizer: Any  # the checkpoint's
     leank: dict[str, Any]  # the `leank` block of its config.json
-    facts: ModelFacts  # its shape
     channel_masks: Tensor  # kept channels, bool [L, H_kv, D], in the checkpoint's head order
     windows: Windows  # the checkpoint's own
 
@@ -113,7 +112,7 @@ def load_evaluated(
         apply_mask(model, mask, **stated)
     settings = read_settings(model.config)
     windows = Windows(**vars(settings.windows))
-    return EvaluatedModel(model, dense, tokenizer, model.config.leank, facts, settings.channel_masks, windows)
+    return EvaluatedModel(model, dense, tokenizer, model.config.leank, settings.channel_masks, windows)
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool, spreads: bool = False) -> Any:

@@ -50,7 +50,7 @@ def test_a_mask_without_windows_gets_those_that_export_gives_it():
 def test_a_model_beside_a_mask_may_be_the_hubs(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **_: resolve_model("testbed"))
     found = load_evaluated(Path("owner/testbed"), torch.device("cpu"), mask="testbed-70")
-    assert found.facts.model_type == "llama" and found.leank
+    assert found.dense.config.model_type == "llama" and found.leank
 
 
 def test_a_basis_of_v_for_another_models_weights_is_refused(tmp_path):
