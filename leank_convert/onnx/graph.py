@@ -36,21 +36,15 @@ STEP_INPUTS = {
 
 
 @dataclass
-class _LayerCache:
-    """One layer's buffers: `window` and, by bucket, `pruned` are (keys, values)."""
-
-    buckets: list[Bucket]
-    lanes: Tensor | None
-    key_mean: Tensor | None
-    window: tuple[Tensor, Tensor]
-    pruned: dict[str, tuple[Tensor, Tensor | None]]
-
-
-@dataclass
 class _Step:
-    """What the layers of one step share: what hides slots and later tokens, and the new keys and values."""
+    """What the layers of one step share: what hides slots and later tokens, and the new keys and values.
 
-    layers: list[_LayerCache]
+    By layer, `windows` and, by bucket, `pruned` are (keys, values).
+    """
+
+    model: StepModel
+    windows: list[tuple[Tensor, Tensor]]
+    pruned: list[dict[str, tuple[Tensor, Tensor | None]]]
     window_bias: Tensor
     pruned_bias: Tensor
     new_bias: Tensor
@@ -82,14 +76,18 @@ class StepModel(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, K, V], and each layer's new keys [B, H_kv, Q, D] and values [B, H_kv, D, Q]."""
         batch, num_new = input_ids.shape
-        layers, num_pruned = self._layers(cache)  # without a pruned region its bias is read by nobody
+        windows, pruned = self._split(cache)
+        # Without a pruned region its bias is read by nobody.
+        num_pruned = next((keys.shape[2] for layer in pruned for keys, _ in layer.values()), 0)
         past, new = past_lengths[:, None], torch.arange(num_new)
         groups = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
         dtype = self.model.dtype
         causal = _bias(new[None] <= new[:, None], dtype)[None].expand(groups, num_new, num_new)
         held = _held(past, pruned_lengths[:, None], cache[0].shape[2], self.sink_size)
         step = _Step(
-            layers,
+            self,
+            windows,
+            pruned,
             _bias(held, dtype)[:, None, None],
             _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None], dtype)[:, None, None],
             causal.reshape(groups * num_new, num_new),
@@ -107,21 +105,19 @@ class StepModel(nn.Module):
         scaling = getattr(self.model.config, "logits_scaling", None)  # Granite's
         return logits if scaling is None else logits / scaling, step.present
 
-    def _layers(self, cache: Sequence[Tensor]) -> tuple[list[_LayerCache], int]:
-        """The buffers by layer, in the order of `cache_shapes`, and the slots of the pruned region."""
-        buffers, layers, num_pruned = iter(cache), [], 0
-        for layer, buckets in enumerate(self.buckets):
-            window = next(buffers), next(buffers)
-            pruned = {
-                bucket.name: (next(buffers), None if bucket.value_width == 0 else next(buffers))
-                for bucket in buckets
-                if bucket.width
-            }
-            for keys, _ in pruned.values():
-                num_pruned = keys.shape[2]
-            key_mean = None if self.key_mean is None else self.key_mean[layer][:, None]
-            layers.append(_LayerCache(buckets, getattr(self, f"lanes_{layer}"), key_mean, window, pruned))
-        return layers, num_pruned
+    def _split(self, cache: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+        """`_Step.windows` and `_Step.pruned` of buffers in the order of `cache_shapes`."""
+        buffers, windows, pruned = iter(cache), [], []
+        for buckets in self.buckets:
+            windows.append((next(buffers), next(buffers)))
+            pruned.append(
+                {
+                    bucket.name: (next(buffers), None if bucket.value_width == 0 else next(buffers))
+                    for bucket in buckets
+                    if bucket.width
+                }
+            )
+        return windows, pruned
 
 
 def cache_shapes(
@@ -175,28 +171,29 @@ def attend_in_regions(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over [window | new tokens | pruned]: query [B, H, Q, D], key and value [B, H_kv, Q, D]."""
-    step, layer = leank_step, leank_step.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    step, model, layer = leank_step, leank_step.model, int(module.layer_idx)  # type: ignore[arg-type]
+    buckets, lanes = model.buckets[layer], getattr(model, f"lanes_{layer}")
     batch, num_heads, num_new, head_dim = query.shape
     kv_heads = key.shape[1]
     groups = num_heads // kv_heads
-    if layer.key_mean is not None:  # all keys lose the same, which softmax does not see
-        key = (key.float() - layer.key_mean).to(key.dtype)
-    if layer.lanes is not None:
-        query = _reorder(query, layer.lanes.repeat_interleave(groups, dim=0))
-        key = _reorder(key, layer.lanes)
+    if model.key_mean is not None:  # all keys lose the same, which softmax does not see
+        key = (key.float() - model.key_mean[layer][:, None]).to(key.dtype)
+    if lanes is not None:
+        query = _reorder(query, lanes.repeat_interleave(groups, dim=0))
+        key = _reorder(key, lanes)
     value = value.transpose(2, 3)
     step.present += [key, value]
 
     query = (query * scaling).reshape(batch, kv_heads, groups * num_new, head_dim)
-    window_keys, window_values = layer.window
+    window_keys, window_values = step.windows[layer]
     num_slots = window_keys.shape[2]
     in_window = query @ window_keys.transpose(2, 3) + step.window_bias
     in_new = query @ key.transpose(2, 3) + step.new_bias
     whole, pruned = [], []
-    for bucket in layer.buckets:
+    for bucket in buckets:
         heads = bucket.heads
         logits = [in_window[:, heads], in_new[:, heads]]
-        pruned_keys, pruned_values = layer.pruned.get(bucket.name, (None, None))
+        pruned_keys, pruned_values = step.pruned[layer].get(bucket.name, (None, None))
         if pruned_keys is not None:
             kept = query[:, heads, :, : bucket.width] @ pruned_keys.transpose(2, 3)
             logits.append(kept + step.pruned_bias)
@@ -212,7 +209,7 @@ def attend_in_regions(
     output = _weigh(window_values, weights[..., :num_slots]) + _weigh(value, weights[..., num_slots:])
     if pruned:
         # Heads of width 0 come first, and see nothing of the pruned region.
-        empty = 0 if layer.buckets[0].width else layer.buckets[0].heads.stop
+        empty = 0 if buckets[0].width else buckets[0].heads.stop
         rest = output[:, empty:] + _join(pruned)
         output = torch.cat([output[:, :empty], rest], 1) if empty else rest
     output = output.transpose(2, 3).reshape(batch, num_heads, num_new, head_dim)
