@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -282,17 +282,12 @@ def _name_timing(name: str, timing: Any) -> dict[str, Any]:
     return {f"{name}_milliseconds": timing.milliseconds, name: asdict(timing)}
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One call of `generate`: the whole of it, up to the first logits, from token to token."""
+def call_generate(model: Any, prompt: Tensor, num_new: int) -> tuple[float, list[float], Any]:
+    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens.
 
-    seconds: float
-    prefill_seconds: float
-    step_milliseconds: Sequence[float]
-
-
-def call_generate(model: Any, prompt: Tensor, num_new: int) -> tuple[Generation, Any]:
-    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens; returns its cache, too."""
+    Returned are the seconds of the whole, the milliseconds up to the first logits and from token to token,
+    and the cache.
+    """
     stopwatch = measuring.Stopwatch(model.device)
 
     def mark(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -315,27 +310,26 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> tuple[Generation,
     )
     measuring.synchronize(model.device)
     seconds = time.perf_counter() - began
-    prefill, *steps = stopwatch.gaps()
-    return Generation(seconds, prefill / 1e3, steps), output[CACHE]
+    return seconds, stopwatch.gaps(), output[CACHE]
 
 
 def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
     """Figures of several calls of `generate`; medians."""
     calls, replayed = [], {}
     for _ in range(rounds):
-        call, cache = call_generate(model, prompt, num_new)
-        calls.append(call)
+        seconds, (prefill, *steps), cache = call_generate(model, prompt, num_new)
+        calls.append((seconds, prefill / 1e3, steps))
         if hasattr(cache, "graph"):
             facts = ("num_captures", "num_replays", "why_eager")
             replayed = {"graph": {key.removeprefix("num_"): getattr(cache.graph, key) for key in facts}}
         del cache  # before the next one comes
-    seconds = median(call.seconds for call in calls)
+    seconds = median(seconds for seconds, _, _ in calls)
     return {
         "rounds": rounds,
-        "step_milliseconds": median(gap for call in calls for gap in call.step_milliseconds),
+        "step_milliseconds": median(gap for _, _, steps in calls for gap in steps),
         "generate_seconds": seconds,
-        "decode_seconds": median(call.seconds - call.prefill_seconds for call in calls),
-        "prefill_share": median(call.prefill_seconds / call.seconds for call in calls),
+        "decode_seconds": median(seconds - prefill for seconds, prefill, _ in calls),
+        "prefill_share": median(prefill / seconds for seconds, prefill, _ in calls),
         "tokens_per_second": prompt.shape[0] * num_new / seconds,
         **replayed,
     }

@@ -64,7 +64,7 @@ def count_allocated(
 
     A whole window is a constant; what the append-only store allocates is divided by the tokens that it holds.
     """
-    _, cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new)
+    *_, cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new)
     memory, num_tokens = cache.memory(), cache.get_seq_length()
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
