@@ -257,8 +257,8 @@ def _title(variant: str) -> str:
     return "window alone" if variant == "window" else variant
 
 
-def write_results(result: Comparison, folder: Path) -> list[Path]:
-    """Write `results.json`, `results.csv` and `results.png`; return their paths."""
+def write_results(result: Comparison, folder: Path) -> None:
+    """Write `results.json`, `results.csv` and `results.png`."""
     text, rows = io.StringIO(), result.to_rows()
     writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n")
     writer.writeheader()
@@ -270,7 +270,6 @@ def write_results(result: Comparison, folder: Path) -> list[Path]:
     }
     for name, content in contents.items():
         write_atomically(folder / name, content)
-    return [folder / name for name in contents]
 
 
 def _draw(result: Comparison) -> Figure:
