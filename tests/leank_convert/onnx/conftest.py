@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from leank_convert.evaluate.prefill import pad_left, positions_of
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.windows import Windows
@@ -117,19 +118,11 @@ class RuntimeSession:
 
     def feed(self, rows):
         """Logits of every token of every row, [tokens, V] per row."""
-        width = max(len(row) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        new_mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            if row:
-                ids[index, -len(row) :] = torch.tensor(row)
-                new_mask[index, -len(row) :] = 1
+        ids, new_mask = pad_left([torch.tensor(row, dtype=torch.long) for row in rows], torch.device("cpu"))
         if self.mask is None:
-            self.cache.prefill_length = width
-            self.mask = new_mask
-        else:
-            self.mask = torch.cat([self.mask, new_mask], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
+            self.cache.prefill_length = ids.shape[1]
+        self.mask = new_mask if self.mask is None else torch.cat([self.mask, new_mask], 1)
+        positions = positions_of(self.mask)[:, -ids.shape[1] :]
         padded = None if bool(self.mask.all()) else self.mask
         logits = feed(self.leank, ids, self.cache, attention_mask=padded, position_ids=positions).logits
         return [values[real.bool()] for values, real in zip(logits, new_mask, strict=True)]
