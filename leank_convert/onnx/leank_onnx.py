@@ -118,13 +118,13 @@ class LeanKOnnx:
         template = self.chat_template
         if template is None:
             raise LeanKOnnxError(f"`{self.folder}` has no chat template: pass plain text, or tokens")
-        # Older files write a token with its properties.
-        tokens = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in self._tokenizer_config().items()
-            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
-        }
         try:
+            # Older files write a token with its properties.
+            tokens = {
+                name: token["content"] if isinstance(token, dict) else token
+                for name, token in self._tokenizer_config().items()
+                if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+            }
             text = _render(
                 template,
                 messages=list(messages),

@@ -99,6 +99,11 @@ def test_what_a_chat_template_marks_for_training_stands_in_the_prompt(copied):
         ("chat_template.jinja", b"{\xff", r"chat_template\.jinja` is no text: "),
         ("tokenizer.json", b"{\xff", r"tokenizer\.json` cannot be read"),
         ("tokenizer_config.json", b"[" * 10**5, r"tokenizer_config\.json` is no JSON"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": "", "bos_token": {}}',
+            "the chat template of `.*` failed: ",
+        ),
         ("leank_onnx.json", None, r"leank_onnx\.json` does not exist: pass a folder that `leank-convert"),
         ("leank_onnx.json", b"{", r"leank_onnx\.json` is no JSON: "),
         ("leank_onnx.json", b'{"format_version": 1}', r"leank_onnx\.json` was changed: its `sha256` is not"),
