@@ -42,7 +42,7 @@ _VALUES = click.option(
     help="Of V that heads keep of pruned tokens, such as 0.5. Default: what the mask says, else all.",
 )
 _SHARED = (_MASK, _GEOMETRY, _DEVICE, _KV_DTYPE, _DTYPE)
-_COUNT, _TOKENS = click.IntRange(1, MAX_COUNT), click.IntRange(1, MAX_TOKENS)
+_COUNT = click.IntRange(1, MAX_COUNT)
 _GIGABYTES = FiniteRange(0, 1e6, min_open=True)
 
 
@@ -250,7 +250,11 @@ _add(
 )
 @click.option("--prompts", type=_COUNT, default=20, show_default=True)
 @click.option(
-    "--longest", type=_TOKENS, default=15872, show_default=True, help="Tokens of the longest prompt."
+    "--longest",
+    type=click.IntRange(4, MAX_TOKENS),  # the shortest has a quarter of it
+    default=15872,
+    show_default=True,
+    help="Tokens of the longest prompt.",
 )
 @click.option(
     "--new", type=click.IntRange(2, MAX_TOKENS), default=64, show_default=True, help="Tokens of each answer."

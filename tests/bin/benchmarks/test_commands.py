@@ -274,6 +274,7 @@ def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
         (["generate", "--case", "2x40x1"], "without a decode step\nhint: ask for at least 2"),
         (["train", "--length", "9"], "`--length` 9 leaves nothing to prune between sink 4 and recent window"),
         (["serve", "--peers", "slow"], "vLLM is not installed"),
+        (["answers", "out", "--longest", "3"], "error: invalid value for `--longest`: 3 is not in the range"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
