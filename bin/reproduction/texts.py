@@ -22,7 +22,7 @@ from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import decode_greedily, end_tokens
 from leank_convert.evaluate.prefill import pad_left, run_prefill
-from leank_convert.evaluate.text import measure_rows
+from leank_convert.evaluate.text import compare_rows
 
 DOCUMENTATION = "documentation"  # Python's, beside the kinds that are fetched
 
@@ -57,18 +57,17 @@ class Texts:
         plan, bench = self.plan, self.bench
         taken = self.take(plan.num_texts, length + plan.num_fed + 1)
         variants = [bench.variant(entry) for entry in entries]
-        found = measure_rows(bench.evaluated, taken, variants, prefix_tokens=length)
-        change = (found.nll - found.dense_nll).double().mean(-1)
-        results = {
-            variant.name: {
-                "kl": float(found.divergence[place].double().mean()),
-                "agreement": float(found.agrees[place].double().mean()),
-                "nll": float(found.nll[place].double().mean()),
-                "dense_nll": float(found.dense_nll.double().mean()),
-                "nll_changes": change[place].tolist(),  # of each text
+        compared = compare_rows(bench.evaluated, taken, variants, prefix_tokens=length)
+        results = {}
+        for place, variant in enumerate(variants):
+            found = [each.mean(each.variants[place]) for each in compared]  # of each text
+            results[variant.name] = {
+                "kl": statistics.fmean(means.kl for means in found),
+                "agreement": statistics.fmean(means.greedy_agreement for means in found),
+                "nll": statistics.fmean(means.nll for means in found),
+                "dense_nll": statistics.fmean(means.dense_nll for means in found),
+                "nll_changes": [means.nll - means.dense_nll for means in found],
             }
-            for place, variant in enumerate(variants)
-        }
         keep_result(self.path(length), results)
 
     def answer(self, entries: Sequence[Entry]) -> None:

@@ -2,7 +2,7 @@
 
 A forward pass over a text is prefill, which is dense whatever is pruned: it would find no difference at all.
 So only the first tokens are prefilled; every later one, the text's own and not the model's, is fed by itself,
-as a decode step on each cache. Texts of one length can be fed together (`measure_rows`).
+as a decode step on each cache. Texts of one length can be fed together (`compare_rows`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,16 +43,6 @@ NUM_TOKENS = 2000  # fed unless more are asked for: minutes, where a book would 
 NUM_BINS = 8
 _MAX_BYTES = 4 << 20  # a million tokens
 _FLOOR = 1e-7  # of a divergence, in nats: below, float32 is noise
-
-
-@dataclass(frozen=True)
-class RowLogits:
-    """What variants predict after every fed token of texts of one length, against the dense model."""
-
-    dense_nll: Tensor  # the dense model's negative log-likelihood of a text's next token, in nats [B, fed]
-    divergence: Tensor  # KL(dense || variant) of the next token, in nats [variants, B, fed]
-    agrees: Tensor  # whether the most likely next token is the dense model's, bool [variants, B, fed]
-    nll: Tensor  # negative log-likelihood of a text's next token, in nats [variants, B, fed]
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,7 @@ def evaluate_text(
     those of `evaluate_checkpoint`.
 
     LeanKError if `checkpoint` is no LeanK checkpoint or holds other code than a release's, `out` has an
-    earlier result, or as `measure_rows`.
+    earlier result, or as `compare_rows`.
     """
     check_names(also)
     if out is not None:
@@ -208,36 +198,22 @@ def compare_text(
     checkpoint: str = "",
     progress: bool = False,
 ) -> TextComparison:
-    """Compare predictions of variants with the dense model's, as `evaluate_text`; as `measure_rows`."""
+    """Compare predictions of variants with the dense model's, as `evaluate_text`; as `compare_rows`."""
     input_ids = evaluated.tokenizer(text, return_tensors="pt", verbose=False).input_ids.long()
     taken = input_ids[:, : prefix_tokens + num_tokens + 1]  # the last of them is only predicted
-    found = measure_rows(evaluated, taken, variants, prefix_tokens=prefix_tokens, progress=progress)
-    num_taken = taken.shape[1]
-    return TextComparison(
-        checkpoint=checkpoint,
-        num_tokens=input_ids.shape[1],
-        prefix_tokens=prefix_tokens,
-        dense_nll=tuple(found.dense_nll[0].tolist()),
-        variants=tuple(
-            VariantLogits(
-                variant.name,
-                _count_whole(variant, evaluated.windows, prefix_tokens, num_taken),
-                *(tuple(rows[index, 0].tolist()) for rows in (found.divergence, found.agrees, found.nll)),
-            )
-            for index, variant in enumerate(variants)
-        ),
-    )
+    (found,) = compare_rows(evaluated, taken, variants, prefix_tokens=prefix_tokens, progress=progress)
+    return replace(found, checkpoint=checkpoint, num_tokens=input_ids.shape[1])
 
 
-def measure_rows(
+def compare_rows(
     evaluated: EvaluatedModel,
     input_ids: Tensor,
     variants: Sequence[Variant],
     *,
     prefix_tokens: int,
     progress: bool = False,
-) -> RowLogits:
-    """Feed texts [B, N] together, and compare the predictions of variants with the dense model's.
+) -> list[TextComparison]:
+    """Feed texts [B, N] together, and compare the predictions of variants with the dense model's, by text.
 
     The first `prefix_tokens` are prefilled, and the last token is only predicted.
 
@@ -252,8 +228,7 @@ def measure_rows(
             "prefilled, one fed and one predicted",
             hint="lower `--prefix-tokens`" if num_tokens > 2 else "give a longer text",
         )
-    for variant in variants:
-        _count_whole(variant, evaluated.windows, prefix_tokens, num_tokens)
+    whole = [_count_whole(variant, evaluated.windows, prefix_tokens, num_tokens) for variant in variants]
     warn_of_positions(evaluated, num_tokens)
     input_ids = input_ids.to(evaluated.model.device)
     steps = []
@@ -274,8 +249,21 @@ def measure_rows(
         for step in _feed(started, input_ids, prefix_tokens):
             steps.append(step)
             advance(1)
-    divergence, agrees, nll = (torch.stack(values, dim=-1).cpu() for values in zip(*steps, strict=True))
-    return RowLogits(nll[0], divergence[1:], agrees[1:], nll[1:])
+    # Of each cache, the dense one first, and each row by fed token.
+    figures = [torch.stack(values, dim=-1).tolist() for values in zip(*steps, strict=True)]
+    return [
+        TextComparison(
+            checkpoint="",
+            num_tokens=num_tokens,
+            prefix_tokens=prefix_tokens,
+            dense_nll=tuple(figures[-1][0][row]),
+            variants=tuple(
+                VariantLogits(variant.name, whole[place - 1], *(tuple(each[place][row]) for each in figures))
+                for place, variant in enumerate(variants, start=1)
+            ),
+        )
+        for row in range(num_rows)
+    ]
 
 
 def render_text_comparison(result: TextComparison) -> str:

@@ -9,9 +9,9 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.evaluate.prefill import prefill_stock
 from leank_convert.evaluate.text import (
+    compare_rows,
     compare_text,
     draw_text_comparison,
-    measure_rows,
     render_text_comparison,
 )
 from leank_convert.evaluate.variants import Masked, ThinK
@@ -143,15 +143,14 @@ def test_texts_of_one_length_are_fed_together_as_each_by_itself(evaluated):
     texts = [" ".join(generator.choices(NUMBERS, k=NUM_TOKENS)) for _ in range(3)]
     ids = evaluated.tokenizer(texts, return_tensors="pt").input_ids
     variants = [Masked("pruned"), ThinK(0.5)]
-    rows = measure_rows(evaluated, ids, variants, prefix_tokens=PREFIX)
-    assert rows.divergence.shape == rows.agrees.shape == rows.nll.shape == (2, 3, NUM_TOKENS - 1 - PREFIX)
-    for row, text in enumerate(texts):
+    rows = compare_rows(evaluated, ids, variants, prefix_tokens=PREFIX)
+    for row, text in zip(rows, texts, strict=True):
         alone = compare_text(evaluated, text, variants, prefix_tokens=PREFIX)
-        assert rows.dense_nll[row].tolist() == pytest.approx(alone.dense_nll, abs=FLOAT32)
-        for index, variant in enumerate(alone.variants):
-            assert rows.divergence[index, row].tolist() == pytest.approx(variant.divergence, abs=FLOAT32)
-            assert rows.nll[index, row].tolist() == pytest.approx(variant.nll, abs=FLOAT32)
-            assert rows.agrees[index, row].tolist() == list(variant.agrees)
+        assert row.dense_nll == pytest.approx(alone.dense_nll, abs=FLOAT32)
+        for own, variant in zip(row.variants, alone.variants, strict=True):
+            assert own.divergence == pytest.approx(variant.divergence, abs=FLOAT32)
+            assert own.nll == pytest.approx(variant.nll, abs=FLOAT32)
+            assert own.agrees == variant.agrees
 
 
 def test_no_more_tokens_are_fed_than_asked_for_and_the_table_says_so(evaluated):
