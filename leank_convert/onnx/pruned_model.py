@@ -18,8 +18,7 @@ from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank
 from leank_convert.config_class import build_config
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
-from leank_convert.leank_block import VALUE_BASIS_KEY, read_block
-from leank_convert.mask import MASK_FILE_NAME, load_mask
+from leank_convert.leank_block import VALUE_BASIS_KEY, load_own_mask, read_block
 from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx.leank_onnx_cache import Bucket
 from leank_convert.text_part import load_from
@@ -95,6 +94,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         )
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
+    mean = load_own_mask(checkpoint, leank).key_mean
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,
@@ -102,22 +102,9 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         settings.windows,
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
-        key_mean=_read_key_mean(checkpoint, leank),
+        key_mean=None if mean is None else in_checkpoint_order(mean.float(), leank["head_permutation"]),
         value_widths=settings.value_widths,
     )
-
-
-def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
-    """The mean of a checkpoint's keys in its own head order, float32 [L, H_kv, D]; None if it has none."""
-    if not leank.get("key_mean"):
-        return None
-    mean = load_mask(checkpoint / MASK_FILE_NAME).key_mean
-    if mean is None:
-        raise LeanKError(
-            f"`{checkpoint / MASK_FILE_NAME}` has no `key_mean`, of which config.json tells",
-            hint="copy or export the checkpoint again",
-        )
-    return in_checkpoint_order(mean.float(), leank["head_permutation"])
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:
