@@ -6,7 +6,7 @@ stands behind the context and behind the questions and answers, belongs to no qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,52 +29,27 @@ class Sizes:
     least_context: int  # no sample of this size has a shorter context; `context` where none is padded
 
 
-@dataclass(frozen=True)
 class PackedSample:
-    """A sample as one row of integers, which can be moved to its place in one piece."""
+    """A sample as one row of integers, which can be moved to its place in one piece, with views of it.
 
-    # Context ids [P], ids, positions and owners of what follows [T] each, and how many context tokens are
-    # real: int64 [P + 3T + 1].
-    row: Tensor
-    sizes: Sizes  # where in it what is
+    The row holds context ids [P], ids, positions and owners of what follows [T] each, and how many context
+    tokens are real: int64 [P + 3T + 1].
+    """
 
-    @property
-    def context_ids(self) -> Tensor:
-        """The context, int64 [P]."""
-        return self.row[: self.sizes.context]
-
-    @property
-    def input_ids(self) -> Tensor:
-        """All questions, then all answers [T]."""
-        return self._following[0]
-
-    @property
-    def positions(self) -> Tensor:
-        """Counted within context, question and answer [T]."""
-        return self._following[1]
-
-    @property
-    def owners(self) -> Tensor:
-        """Which question each token belongs to [T]; -1 for padding."""
-        return self._following[2]
-
-    @property
-    def answer_owners(self) -> Tensor:
-        """Which question each answer token belongs to [R]; -1 for padding."""
-        return self.owners[self.sizes.questions :]
-
-    @property
-    def num_real(self) -> Tensor | None:
-        """How many context tokens are no padding, a scalar; None where all are."""
-        return None if self.sizes.least_context == self.sizes.context else self.row[-1]
-
-    @property
-    def _following(self) -> Tensor:
-        return self.row[self.sizes.context : -1].view(3, -1)
+    def __init__(self, row: Tensor, sizes: Sizes) -> None:
+        self.row = row
+        self.sizes = sizes  # where in it what is
+        self.context_ids = row[: sizes.context]  # the context, int64 [P]
+        # Of all questions, then all answers [T]: their tokens, where each stands, counted within context,
+        # question and answer, and which question it belongs to; -1 for padding.
+        self.input_ids, self.positions, self.owners = row[sizes.context : -1].view(3, -1).unbind()
+        self.answer_owners = self.owners[sizes.questions :]  # those of answer tokens alone [R]
+        # How many context tokens are no padding, a scalar; None where all are.
+        self.num_real = None if sizes.least_context == sizes.context else row[-1]
 
     def to(self, device: torch.device) -> PackedSample:
         """The same on a device."""
-        return replace(self, row=self.row.to(device, non_blocking=True))
+        return PackedSample(self.row.to(device, non_blocking=True), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -98,10 +73,7 @@ def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
 def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSample:
     """Lay out on the CPU a context, all questions, then all answers, padded to sizes if these are given."""
     num_context = len(sample.prefix_ids)
-    if sizes is None:
-        num_answers = sample.num_answer_tokens
-        num_questions = sample.num_tokens - num_context - num_answers
-        sizes = Sizes(num_context, num_questions, num_answers, num_context)
+    sizes = sizes or _own_sizes(sample)
     parts = []
     for is_answer, size in ((False, sizes.questions), (True, sizes.answers)):
         part = torch.zeros(3, size, dtype=torch.long)
@@ -128,17 +100,21 @@ def padded_sizes(sample: TrainingSample, longest: int, steps_per_octave: int = 4
 
     No context is padded beyond `longest`. With more steps between two powers of two, less is padded.
     """
-    num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
-    num_questions = sample.num_tokens - num_context - num_answers
-    octave = 1 << (num_context - 1).bit_length() >> 1  # the power of two below it
+    own = _own_sizes(sample)
+    octave = 1 << (own.context - 1).bit_length() >> 1  # the power of two below it
     step = max(_SHORTEST_STEP, octave // steps_per_octave)
-    context = _round_up(num_context, step)
+    context = _round_up(own.context, step)
     return Sizes(
         context=min(context, longest),
-        questions=_round_up(num_questions, _ROW_STEP),
-        answers=_round_up(num_answers, _ROW_STEP),
+        questions=_round_up(own.questions, _ROW_STEP),
+        answers=_round_up(own.answers, _ROW_STEP),
         least_context=context - step + 1,
     )
+
+
+def _own_sizes(sample: TrainingSample) -> Sizes:
+    num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
+    return Sizes(num_context, sample.num_tokens - num_context - num_answers, num_answers, num_context)
 
 
 def _round_up(count: int, step: int) -> int:
