@@ -45,36 +45,16 @@ _FREE_SETTINGS = (
 _GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)
 
 
-@dataclass(frozen=True)
 class TrainingDirectory:
     """The files of a run under `out/`, which with one asked ratio later becomes the checkpoint."""
 
-    out: Path
-
-    @property
-    def folder(self) -> Path:
-        """Log, events, report, recipe, state."""
-        return self.out / TRAINING_FOLDER
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.folder / RUN_RECIPE_NAME
-
-    @property
-    def state(self) -> Path:
-        """The resumable state."""
-        return self.folder / "state" / "training_state.pt"
-
-    @property
-    def pattern(self) -> Path:
-        """The heads' gates, of a method that has them."""
-        return self.folder / "heads"
-
-    @property
-    def mask(self) -> Path:
-        """The result."""
-        return self.out / MASK_FILE_NAME
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.mask = out / MASK_FILE_NAME  # the result
+        self.folder = out / TRAINING_FOLDER  # log, events, report, recipe, state
+        self.recipe = self.folder / RUN_RECIPE_NAME  # the resolved recipe
+        self.state = self.folder / "state" / "training_state.pt"  # the resumable state
+        self.pattern = self.folder / "heads"  # the heads' gates, of a method that has them
 
     def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
         """Refuse, by a LeanKError, to begin where a run is, and to go on with what trains nothing."""
