@@ -125,7 +125,7 @@ def check_step(
     for count in sorted({1, min(num_questions, _CHECKED_QUESTIONS)}):
         if count > 1:
             factors[0, 0] = 0.0
-        student = Student(setup.windows, factors, factors.any(-1) if count > 1 else None)
+        student = Student(setup.windows, factors, factors.any(-1))
         sample = draw_sample(ours, length, count, question_size, seed=count)
         found = differentiate(ours, facts, sample, student)
         own, truth = (
@@ -163,7 +163,7 @@ def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable
 
     def run() -> None:
         optimizer.zero_grad()
-        gradients.add(sample, Student(setup.windows, factors), 1.0)
+        gradients.add(sample, Student(setup.windows, factors, factors.any(-1)), 1.0)
         (_L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():

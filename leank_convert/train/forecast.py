@@ -223,7 +223,7 @@ def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> flo
 
     def measure() -> float:
         began = time.perf_counter()
-        gradients.add(sample, Student(windows, factors), 1.0).item()  # waits for the device
+        gradients.add(sample, Student(windows, factors, factors.any(-1)), 1.0).item()  # waits for the device
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
         return time.perf_counter() - began

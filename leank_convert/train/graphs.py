@@ -248,9 +248,8 @@ class _Answers:
         capture: Callable[[Callable[[], tuple[Tensor, Tensor]]], _Graph[tuple[Tensor, Tensor]]],
     ) -> None:
         self._packed = packed.to(model.device)
-        own: dict[str, Any] = {name: part.detach().clone() for name, part in _optional(student).items()}
-        own["scaling_factors"] = student.scaling_factors.detach().clone()
-        self._student = replace(student, sees_middle=_sees_middle(student).clone(), **own)
+        own: dict[str, Any] = {name: part.detach().clone() for name, part in _changing(student).items()}
+        self._student = replace(student, **own)
         learned = self._student.learned.requires_grad_()
 
         @torch.enable_grad()
@@ -262,13 +261,9 @@ class _Answers:
 
     def take(self, packed: PackedSample, student: Student) -> None:
         self._packed.row.copy_(packed.row)
-        own = self._student
         with torch.no_grad():
-            own.scaling_factors.copy_(student.scaling_factors)
-            if own.sees_middle is not None:
-                own.sees_middle.copy_(_sees_middle(student))
-            for name, part in _optional(student).items():
-                getattr(own, name).copy_(part)
+            for name, part in _changing(student).items():
+                getattr(self._student, name).copy_(part)
 
     def launch(self) -> tuple[Tensor, Tensor]:
         return self._graph.launch()
@@ -279,14 +274,7 @@ def _to_device(tokens: Tensor, model: PreTrainedModel) -> Tensor:
     return tokens.pin_memory().to(model.device, non_blocking=True)
 
 
-def _optional(student: Student) -> dict[str, Tensor]:
-    """What a student may be without, of what differs from one to the next of its kind."""
-    parts = {"gates": student.gates, "value_factors": student.value_factors}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _sees_middle(student: Student) -> Tensor:
-    """Which heads see the middle [L, H_kv]: one graph serves students of which all do, and others."""
-    if student.sees_middle is not None:
-        return student.sees_middle
-    return torch.ones_like(student.scaling_factors[..., 0], dtype=torch.bool)
+def _changing(student: Student) -> dict[str, Tensor]:
+    """What differs from one student to the next of its kind."""
+    names = "scaling_factors", "sees_middle", "gates", "value_factors"
+    return {name: part for name in names if (part := getattr(student, name)) is not None}

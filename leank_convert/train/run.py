@@ -45,7 +45,8 @@ class Run:
         self.ranks = ranks
         self.schedule = Schedule(recipe)
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-        self._retrieval_heads: Tensor | None = None
+        # Those whose channels are pruned, bool [L, H_kv, 1]: all of them, unless gates choose some.
+        self._retrieval_heads = ones((*loaded.facts.mask_shape[:2], 1), ranks.device).bool()
         # What V is learned beside, where K is not.
         self._given = None if recipe.mask is None else load_fitting(recipe.mask, loaded)
         self._state = TrainingState(fingerprint, ones(loaded.facts.mask_shape, ranks.device))
@@ -250,12 +251,9 @@ class Run:
         if self._given is not None:
             return self._given.channel_mask.to(learned.device)
         head_dim = self.loaded.facts.head_dim
-        scores = learned.detach().expand(-1, -1, head_dim)
-        if self._retrieval_heads is not None:
-            # Streaming heads come last, after factors of retrieval heads that are 0, too.
-            scores = scores.masked_fill(~self._retrieval_heads, -1.0)
-        chosen = select_for(self.recipe, scores, pruning_ratio)
-        return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
+        # Streaming heads come last, after factors of retrieval heads that are 0, too.
+        scores = learned.detach().expand(-1, -1, head_dim).masked_fill(~self._retrieval_heads, -1.0)
+        return select_for(self.recipe, scores, pruning_ratio) & self._retrieval_heads
 
     def _take_key_mean(self, key_mean: Tensor, num_tokens: int | None) -> None:
         self._state.key_mean, self._state.key_mean_tokens = key_mean, num_tokens
@@ -373,12 +371,12 @@ class Run:
         return tasks, (loss, num_tokens, num_answers), torch.stack(gradients)
 
     def _student(self, phase: Phase) -> Student:
+        heads = self._retrieval_heads[..., 0]
         if phase.stage == 0:
-            shape = self.loaded.facts.mask_shape
-            return Student(self._windows, self._factors.new_ones(shape), gates=self._factors[..., 0])
+            whole = self._factors.new_ones(self.loaded.facts.mask_shape)
+            return Student(self._windows, whole, heads, gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
-            heads = self._retrieval_heads
-            return Student(self._windows, self._factors, None if heads is None else heads[..., 0])
+            return Student(self._windows, self._factors, heads)
         sees = self._channel_mask.any(-1)
         if phase.stage == 3:
             kept = self._channel_mask.to(self._factors.dtype)

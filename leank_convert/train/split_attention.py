@@ -136,9 +136,9 @@ class Student:
 
     windows: Windows  # sink and recent window
     scaling_factors: Tensor  # stage 1's factors, or stage 2's zeros and ones [L, H_kv, D]
-    # Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity; None if every head
-    # sees it (stage 1, where factors of 0 still leave logits of 0).
-    sees_middle: Tensor | None = None
+    # Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity. In stage 1 every
+    # head sees it: factors of 0 still leave logits of 0.
+    sees_middle: Tensor
     # DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g times what
     # it is without the middle; None for no such mixture.
     gates: Tensor | None = None
@@ -225,8 +225,7 @@ def split_attention(
     if student is not None:
         compute = torch.promote_types(query.dtype, torch.float32)
         scaled = folded.to(compute) * student.scaling_factors.to(query.device, compute)[:, None]
-        if student.sees_middle is not None:
-            hidden = ~student.sees_middle.to(query.device)
+        hidden = ~student.sees_middle.to(query.device)
         if student.value_basis is not None and student.value_factors is not None:
             both = student.value_basis, student.value_factors
             basis, factors = (part.to(query.device, compute) for part in both)
@@ -376,10 +375,9 @@ class _Rest:
     def scores(self, query: Tensor, scaled: Tensor | None, scaling: float, hidden: Tensor | None) -> Tensor:
         """Logits [1, H_kv, G·N, W], minus infinity where nothing is seen; every query sees itself."""
         scores = (query.to(self._compute) * scaling) @ self.keys.mT
-        if scaled is not None:
+        if scaled is not None and hidden is not None:  # a student's
             middle = (scaled * scaling) @ self.keys.mT
-            if hidden is not None:
-                middle.masked_fill_(hidden[:, None, None], float("-inf"))
+            middle.masked_fill_(hidden[:, None, None], float("-inf"))
             scores = self.where_full(scores, middle)
         return self._by_head(scores).masked_fill_(~self._seen, float("-inf")).flatten(2, 3)
 

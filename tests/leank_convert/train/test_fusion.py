@@ -32,7 +32,7 @@ def draw(num_context):
 
 def loss_and_gradient(model, sample):
     factors = torch.full((9, 2, 8), 0.7, requires_grad=True)
-    loss = distil(model, pack_sample(sample), Student(Windows(4, 8), factors))
+    loss = distil(model, pack_sample(sample), Student(Windows(4, 8), factors, factors.any(-1)))
     loss.backward()
     return loss.detach(), factors.grad
 

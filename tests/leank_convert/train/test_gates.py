@@ -64,7 +64,7 @@ def test_first_steps_follow_loss_and_penalty_of_the_gates(make, load, tmp_path):
         adam.param_groups[0]["lr"] = 0.1
         adam.zero_grad()
         ones = torch.ones(2, 2, 16)
-        student = Student(Windows(4, 16), ones, gates=gates)
+        student = Student(Windows(4, 16), ones, ones.any(-1), gates)
         loss = distil(loaded.model, pack_sample(samples.draw(step)), student, key_mean=mean)
         (loss + 0.5 * gates.mean()).backward()
         adam.step()

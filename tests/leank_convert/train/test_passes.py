@@ -18,6 +18,7 @@ from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
 
 FAMILIES = ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_next"]
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
+EVERY_HEAD = torch.ones(LAYERS, KV_HEADS, dtype=torch.bool)
 # Question and answer tokens.
 ONE, SEVERAL = [(0, 12)], [(5, 4), (0, 7), (9, 1)]
 
@@ -55,7 +56,7 @@ def draw_sample(num_context, questions):
     return TrainingSample("retrieval", ids(num_context), asked)
 
 
-def run_passes(model, sample, windows, factors, sees=None, gates=None, *, key_mean=None, offload=False):
+def run_passes(model, sample, windows, factors, sees=EVERY_HEAD, gates=None, *, key_mean=None, offload=False):
     packed = pack_sample(sample)
     room = StoredContext(len(sample.prefix_ids), offload, key_mean=key_mean)
     context = run_context_pass(model, sample.prefix_ids, room)
@@ -70,7 +71,7 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
     kinds = getattr(module.config, "layer_types", ["full_attention"] * LAYERS)
     layer = kinds[: module.layer_idx].count("full_attention")
     if window is not None:
-        factors, sees_middle, gates, layer = torch.ones_like(factors[:1]), None, None, 0
+        factors, sees_middle, gates, layer = torch.ones_like(factors[:1]), EVERY_HEAD, None, 0
     keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     # Nothing is centred here: what a factor takes of a channel, its mean fills up.
     shares = factors[layer][:, None].to(key.dtype)
@@ -79,9 +80,8 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
         scaled = scaled + (1 - shares) * key_mean[layer][:, None].to(key.dtype)
     dense = scaling * query @ keys.mT
     pruned = scaling * query @ scaled.repeat_interleave(groups, dim=1).mT
-    if sees_middle is not None:
-        hidden = ~sees_middle[layer].repeat_interleave(groups)
-        pruned = pruned.masked_fill(hidden[:, None, None], float("-inf"))
+    hidden = ~sees_middle[layer].repeat_interleave(groups)
+    pruned = pruned.masked_fill(hidden[:, None, None], float("-inf"))
     p, j = torch.arange(length)[:, None], torch.arange(length)[None]
     full = (p < split) | (j < windows.sink_size) | (j >= p - windows.recent_size)
     hidden = (j > p) | (j <= p - (window or length))
@@ -100,7 +100,7 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
 AttentionInterface.register("whole_sequence", whole_sequence_attention)
 
 
-def run_whole(model, sample, windows, factors, sees=None, gates=None, key_mean=None):
+def run_whole(model, sample, windows, factors, sees=EVERY_HEAD, gates=None, key_mean=None):
     """Every question as a sequence of its own: hidden states of the answers, as the passes pack them."""
     model.config._attn_implementation = "whole_sequence"
     found = []
@@ -128,7 +128,7 @@ def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions, i
     kept = (factors > 0.6).double()
     kept[1, 0] = 0
     mean = draw_key_mean(is_centred)
-    for values, sees in ((factors, None), (kept, kept.bool().any(-1))):
+    for values, sees in ((factors, EVERY_HEAD), (kept, kept.bool().any(-1))):
         teacher, student = run_passes(model, sample, windows, values, sees, key_mean=mean)
         expected = run_whole(model, sample, windows, values, sees, key_mean=mean)
         torch.testing.assert_close(student, expected, **close(family))
@@ -144,7 +144,7 @@ def test_gradient_equals_that_of_the_whole_sequences(family, is_centred):
     sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
     mean = draw_key_mean(is_centred)
-    distil(model, pack_sample(sample), Student(windows, factors), key_mean=mean).backward()
+    distil(model, pack_sample(sample), Student(windows, factors, EVERY_HEAD), key_mean=mean).backward()
     found, factors.grad = factors.grad, None
     # Each question weighs the same, however long its answer.
     whole = run_whole(model, sample, windows, factors, key_mean=mean)
@@ -163,8 +163,8 @@ def test_a_gate_mixes_a_head_that_sees_everything_with_one_that_sees_no_middle(f
     sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
     ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     gates = torch.rand(LAYERS, KV_HEADS, dtype=torch.float64).requires_grad_()
-    teacher, student = run_passes(model, sample, windows, ones, None, gates)
-    whole = run_whole(model, sample, windows, ones, None, gates)
+    teacher, student = run_passes(model, sample, windows, ones, gates=gates)
+    whole = run_whole(model, sample, windows, ones, gates=gates)
     torch.testing.assert_close(student, whole, **close(family))
     (student - teacher).square().mean().backward()
     found, gates.grad = gates.grad, None
@@ -178,7 +178,7 @@ def test_gates_of_zero_and_one_are_heads_without_and_with_all_channels(dtype):
     model, sample, windows = build("llama", dtype), draw_sample(40, SEVERAL), Windows(4, 6)
     ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
     sees = torch.tensor([[True, False], [False, True], [True, True]])
-    _, gated = run_passes(model, sample, windows, ones, None, sees.float())
+    _, gated = run_passes(model, sample, windows, ones, gates=sees.float())
     _, deployed = run_passes(model, sample, windows, sees[..., None] * ones, sees)
     assert torch.equal(gated, deployed)
 
@@ -188,7 +188,7 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     model = build(family)
     sample = draw_sample(60, ONE)
     ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
-    assert distil(model, pack_sample(sample), Student(Windows(4, 6), ones)) < 1e-10
+    assert distil(model, pack_sample(sample), Student(Windows(4, 6), ones, EVERY_HEAD)) < 1e-10
     teacher, _ = run_passes(model, sample, Windows(4, 6), ones)
     model.config._attn_implementation = "eager"
     ids = torch.cat([sample.prefix_ids, sample.questions[0].input_ids])[None]
@@ -241,7 +241,7 @@ def test_padding_changes_neither_loss_nor_gradient(family, windows):
     sees = torch.tensor([[True, True], [False, True], [False, False]])
     sizes = padded_sizes(sample, 1000)
     assert (sizes.context, sizes.questions, sizes.answers, sizes.least_context) == (128, 64, 64, 1)
-    for seeing in (None, sees):
+    for seeing in (EVERY_HEAD, sees):
         padded, whole = (
             (loss, *torch.autograd.grad(loss, factors))
             for loss in (
@@ -285,7 +285,7 @@ def test_a_gradient_of_weights_in_float16_is_that_of_float32():
         model = build("llama", dtype)
         facts = read_model_facts(model.config.to_dict(), origin="model")
         factors = torch.linspace(0.97, 1, LAYERS * KV_HEADS * HEAD_DIM).view(LAYERS, KV_HEADS, HEAD_DIM)
-        student = Student(Windows(2, 5, 3), factors.requires_grad_())
+        student = Student(Windows(2, 5, 3), factors.requires_grad_(), EVERY_HEAD)
         Gradients(model, facts, 64).add(sample, student, 1e-4)
         found.append(factors.grad)
     exact, ours = (gradient.flatten() for gradient in found)

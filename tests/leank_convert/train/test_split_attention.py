@@ -29,9 +29,8 @@ def naive_attention(query, key, value, factors, of_values, sees_middle, windows,
     logits = scaling * query @ key.mT
     if windows is not None:
         middle = scaling * query @ (key * factors.to(key.dtype)).mT
-        if sees_middle is not None:
-            hidden = ~sees_middle.repeat_interleave(groups)
-            middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
+        hidden = ~sees_middle.repeat_interleave(groups)
+        middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
         full = (j < windows.sink_size) | (j >= p - windows.recent_size)
         logits = torch.where(full, logits, middle)
     weights = logits.masked_fill(j > p, float("-inf")).softmax(-1)
@@ -69,17 +68,17 @@ class Case:
     def tensors(self):
         return self.query, self.key, self.value, self.factors
 
-    def split(self, windows, sees=None, scaling=0.3, tensors=None, offload=False):
+    def split(self, windows, sees=(True, True), scaling=0.3, tensors=None, offload=False):
         query, key, value, factors, *of_values = tensors or self.tensors()
         p = self.num_context
         context = StoredContext(p, offload)
         context.store(0, key[:, :, :p], value[:, :, :p])
         regions = plan_regions(self.packed, query.shape[2], windows, query.device)
-        student = None if windows is None else Student(windows, factors, sees, None, *of_values)
+        student = windows and Student(windows, factors, torch.as_tensor(sees), None, *of_values)
         own = key[:, :, p:], value[:, :, p:]
         return split_attention(query, *own, lambda: context.load(0), regions, scaling, student)
 
-    def naive(self, windows, sees=None, scaling=0.3, tensors=None):
+    def naive(self, windows, sees=(True, True), scaling=0.3, tensors=None):
         """Each question by itself behind the context."""
         query, key, value, factors, *of_values = tensors or self.tensors()
         outputs, row = [], 0
@@ -88,7 +87,7 @@ class Case:
             places = torch.cat([torch.arange(self.num_context, device=key.device), own])
             rows = query[:, :, row : row + answered]
             states = rows, key[:, :, places], value[:, :, places], factors
-            outputs.append(naive_attention(*states, of_values, sees, windows, scaling))
+            outputs.append(naive_attention(*states, of_values, torch.as_tensor(sees), windows, scaling))
             row += answered
         return torch.cat(outputs, dim=1)
 
@@ -116,7 +115,7 @@ def test_equals_naive_attention_whatever_the_regions(num_context, questions):
     for groups, kv_heads in ((3, 2), (1, 3), (4, 1)):
         case = Case(num_context, questions, groups=groups, kv_heads=kv_heads)
         torch.testing.assert_close(case.split(None), case.naive(None), rtol=1e-12, atol=1e-12)
-        for windows, sees in itertools.product(WINDOWS, (None, torch.arange(kv_heads) % 2 == 1)):
+        for windows, sees in itertools.product(WINDOWS, [torch.arange(kv_heads) % 2 >= n for n in (0, 1)]):
             for of_values in ((), case.of_values):
                 tensors = *case.tensors(), *of_values
                 found = case.split(windows, sees, tensors=tensors)
@@ -129,7 +128,7 @@ def test_gradients_of_v_in_its_directions_are_those_of_naive_attention(num_conte
     """Keys and values of the context have none: it is dense, and stored."""
     case = Case(num_context, questions)
     is_own = torch.arange(case.key.shape[2]) >= num_context
-    for windows, sees in itertools.product(WINDOWS, (None, torch.tensor([False, True]))):
+    for windows, sees in itertools.product(WINDOWS, torch.tensor([[True, True], [False, True]])):
         found = []
         for function in (case.split, case.naive):
             tensors = [t.clone().requires_grad_() for t in (*case.tensors(), *case.of_values)]
