@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank_convert.data import Question, SampleSource, TrainingSample
-from leank_convert.errors import LeanKError, NotFiniteError, out_of_memory
+from leank_convert.errors import NotFiniteError, out_of_memory
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
@@ -171,12 +171,8 @@ def check_held_out(
 
         def measure(place: int) -> None:
             sums.add_(_measure(loaded, recipe, source.draw(place), students, key_mean))
-            if ending.reason:
-                raise LeanKError(
-                    f"{ending.reason} ended the check of held-out samples",
-                    hint="go on with it by `--resume`" if recipe.trains else None,
-                    exit_code=ending.exit_code,
-                )
+            if ended := ending.error("the check of held-out samples", resumes=bool(recipe.trains)):
+                raise ended
 
         def show(count: int) -> None:
             num_tokens, *right = sums[:, 0].tolist()

@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from leank_convert.errors import LeanKError
+
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -19,7 +21,7 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self.received: int | None = None  # the first of the signals
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -34,16 +36,18 @@ class Interruption:
         while self._previous:
             signal.signal(*self._previous.popitem())
 
-    @property
-    def reason(self) -> str | None:
-        """What asked for the end, as a user knows it; None as long as nothing did."""
-        return None if self._received is None else _SIGNALS[signal.Signals(self._received)]
+    def error(self, ended: str, *, resumes: bool = True) -> LeanKError | None:
+        """Say what asked for the end of what is `ended`; None as long as nothing did.
 
-    @property
-    def exit_code(self) -> int:
-        """What a shell reports for a process that this signal ended: 130 or 143."""
-        return 128 + (self._received or 0)
+        The exit code is what a shell reports for a process that this signal ended: 130 or 143.
+        """
+        if self.received is None:
+            return None
+        hint = "go on with it by `--resume`" if resumes else None
+        return LeanKError(
+            f"{_SIGNALS[signal.Signals(self.received)]} ended {ended}", hint, 128 + self.received
+        )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number
+        self.received = self.received or number
         signal.signal(number, self._previous.pop(signal.Signals(number)))

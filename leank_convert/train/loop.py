@@ -139,7 +139,7 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
 
         stream = stack.enter_context(stream_samples(samples, run.sample_indices()))
         ending = stack.enter_context(Interruption())
-        while not run.is_done and not ranks.any(bool(ending.reason)):
+        while not run.is_done and not ranks.any(ending.received is not None):
             step = run.step
             try:
                 record = run.advance(stream)
@@ -156,13 +156,8 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
                 save()
         if not run.is_done:
             save()
-        ended = LeanKError(
-            f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
-            f"{run.step} of {num_steps}",
-            hint="go on with it by `--resume`",
-            exit_code=ending.exit_code,
-        )
-        ranks.check(ended if ending.reason else None)
+        saved = f"its state is saved in `{directory.folder}` at step {run.step} of {num_steps}"
+        ranks.check(ending.error(f"the run; {saved}"))
 
 
 def write_result(
