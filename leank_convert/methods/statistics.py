@@ -6,9 +6,8 @@ D head_dim. Channels i and i + D/2 are one RoPE pair in most families, whose fre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from leank_convert.train.attention import MeasuringPass, centre_keys
 OBSERVATION_WINDOW = 32
 
 
-@dataclass(frozen=True)
-class AttentionStatistics:
+class AttentionStatistics(NamedTuple):
     """Statistics of one prompt, float32 on the CPU."""
 
     # The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T|| in the Frobenius
@@ -36,11 +34,6 @@ class AttentionStatistics:
     # The mean over tokens and the G query heads of |q_i k_i|, each token's query with its own key [L, H_kv,
     # D].
     product_magnitudes: Tensor
-
-
-def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
-    """Each statistic of several measurements, in the order of the fields."""
-    return (torch.stack(found) for found in zip(*(vars(one).values() for one in measured), strict=True))
 
 
 @torch.no_grad()
@@ -60,12 +53,12 @@ def measure_attention(
         # By KV head: the products of a long prompt, in float32, are the largest thing there is.
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
         heads = [_measure_head(*head, high) for head in zip(grouped, key, strict=True)]
-        layers.append(AttentionStatistics(*(found.cpu() for found in _stack(heads))))
+        layers.append(AttentionStatistics(*(torch.stack(found).cpu() for found in zip(*heads, strict=True))))
 
     with torch.compiler.set_stance("force_eager"):
         model.base_model(input_ids[None].to(model.device), use_cache=False, leank_pass=MeasuringPass(measure))
-    statistics = AttentionStatistics(*_stack(layers))
-    for name, values in vars(statistics).items():
+    statistics = AttentionStatistics(*map(torch.stack, zip(*layers, strict=True)))
+    for name, values in statistics._asdict().items():
         if not bool(torch.isfinite(values).all()):
             raise NotFiniteError(f"`{name}` of a prompt of {len(input_ids)} tokens is not finite")
     return statistics
@@ -73,7 +66,7 @@ def measure_attention(
 
 def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatistics:
     """The mean over prompts, each of which weighs the same whatever its length."""
-    return AttentionStatistics(*(found.mean(0) for found in _stack(measured)))
+    return AttentionStatistics(*(torch.stack(found).mean(0) for found in zip(*measured, strict=True)))
 
 
 def high_frequency_channels(head_dim: int, *, rotated: int, interleaved: bool) -> Tensor:
