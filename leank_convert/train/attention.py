@@ -18,14 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
 from leank_convert.train.split_attention import Pair, Regions, StoredContext, Student, split_attention
-from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
+from leank_convert.train.windowed import causal_attention
 
 ATTENTION_NAME = "leank_train"
 
@@ -128,8 +125,8 @@ def training_attention(
             leank_pass.observe(_place(module), query, stored, scaling, s_aux)
         if layer == module.config.num_hidden_layers - 1:
             raise ContextIsStored
-        output = _context_attention(module, query, key, value, context, scaling, sliding_window, s_aux)
-        return output, None
+        before = context.load(layer, context.num_seen) if context.num_seen else None
+        return causal_attention(module, query, key, value, scaling, sliding_window, s_aux, before), None
     regions = leank_pass.regions if sliding_window is None else leank_pass.window_regions
     assert regions is not None
     student = leank_pass.student
@@ -170,43 +167,3 @@ def _answer_attention(attend_with: Callable[..., Tensor], student: Student) -> T
     streaming = attend_with(student=replace(student, sees_middle=torch.zeros_like(gates, dtype=torch.bool)))
     shares = gates.repeat_interleave(output.shape[2] // len(gates))[:, None]
     return torch.lerp(streaming.to(compute), output.to(compute), shares).to(output.dtype)
-
-
-def _context_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: StoredContext,
-    scaling: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Causal attention of a block's N tokens over themselves and all blocks before: [1, N, H, D]."""
-    if not context.num_seen:
-        return causal_attention(module, query, key, value, scaling, window, sinks)
-    before = context.load(module.layer_idx, context.num_seen)
-    is_fused = fused_kernel(query, *before) and fused_kernel(query, key, value, is_causal=True)
-    if window is None and is_fused:
-        output, lse = attend(query, *before, scaling=scaling)
-        own, own_lse = attend(query, key, value, scaling=scaling, is_causal=True)
-        # The merge of two softmaxes, in one pass over the outputs.
-        share = torch.sigmoid(own_lse - lse).to(output.dtype)
-        output = torch.lerp(output, own, share[..., None])
-        if sinks is not None:
-            output = beside_sinks(output, torch.logaddexp(own_lse, lse), sinks)
-        return output.transpose(1, 2)
-    if window is not None:
-        before = before[0][:, :, -window:], before[1][:, :, -window:]
-    keys, values = (torch.cat(parts, dim=2) for parts in zip(before, (key, value), strict=True))
-    if window is not None or sinks is not None:
-        return masked_attention(query, keys, values, scaling, window, sinks)
-    num_queries, num_keys = query.shape[2], keys.shape[2]
-    # The bias stands for a mask that PyTorch's kernels never form; it has it for CUDA alone.
-    mask = (
-        causal_lower_right(num_queries, num_keys)
-        if query.is_cuda
-        else query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    )
-    output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Sliding-window attention and attention with sinks, which SDPA lacks.
+"""Causal attention over a context, also in a sliding window and with sinks, which SDPA lacks.
 
 A sink is a logit of each query head that takes its share of the softmax and adds no value; beside centred
 keys every query has another. Not differentiable: the passes that are, have `split_attention`. Letters as in
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.train.fused import attend, fused_kernel
@@ -27,19 +29,43 @@ def causal_attention(
     scaling: float,
     window: int | None,
     sinks: Tensor | None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of N tokens over themselves [1, N, H, D].
+    """Attention of N tokens over themselves and, if there are any, all `before` them: [1, N, H, D].
 
     Queries are [1, H, N, D], keys and values [1, H_kv, N, D]. A query sees up to `window` tokens, itself
     among them, or all before it; sinks are logits [H] or [1, H, N].
     """
-    if window is None and sinks is None:
+    is_plain = window is None and sinks is None
+    if is_plain and before is None:
         output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
         return output
-    if window is None and sinks is not None and fused_kernel(query, key, value, is_causal=True):
+    fuses = window is None and fused_kernel(query, key, value, is_causal=True)
+    if fuses and (before is None or fused_kernel(query, *before)):
         output, lse = attend(query, key, value, scaling=scaling, is_causal=True)
-        return beside_sinks(output, lse, sinks).transpose(1, 2)
-    return masked_attention(query, key, value, scaling, window, sinks)
+        if before is not None:
+            earlier, earlier_lse = attend(query, *before, scaling=scaling)
+            # The merge of two softmaxes, in one pass over the outputs.
+            share = torch.sigmoid(lse - earlier_lse).to(output.dtype)
+            output, lse = torch.lerp(earlier, output, share[..., None]), torch.logaddexp(lse, earlier_lse)
+        if sinks is not None:
+            output = beside_sinks(output, lse, sinks)
+        return output.transpose(1, 2)
+    if before is not None:
+        kept = slice(None if window is None else -window, None)
+        both = zip(before, (key, value), strict=True)
+        key, value = (torch.cat([earlier[:, :, kept], own], dim=2) for earlier, own in both)
+    if not is_plain:
+        return masked_attention(query, key, value, scaling, window, sinks)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    # The bias stands for a mask that PyTorch's kernels never form; it has it for CUDA alone.
+    mask = (
+        causal_lower_right(num_queries, num_keys)
+        if query.is_cuda
+        else query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    )
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
 
 
 def beside_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
