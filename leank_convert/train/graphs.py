@@ -166,7 +166,7 @@ class Gradients:
         self._answers[key] = graph  # the last to go
         graph.take(packed, student)  # which the context may still run beside
         self._wait_for_context()
-        return graph.launch()
+        return graph.captured.launch()
 
     def _prepare(self, sample: TrainingSample) -> tuple[PackedSample, StoredContext]:
         """A sample with its context, which may have been run ahead."""
@@ -184,12 +184,12 @@ class Gradients:
         """Run the context pass into the room that all contexts share, where graphs find them."""
         model, size = self._model, packed.sizes.context
         if self._room is None:
-            self._room = StoredContext.of_zeros(
-                self._facts, self._longest, model.dtype, model.device, self.key_mean
-            )
+            self._room = StoredContext(self._longest, key_mean=self.key_mean)
+            shape = (2, 1, self._facts.num_key_value_heads, self._longest, self._facts.head_dim)
             for layer in range(self._facts.num_hidden_layers):
-                for kept in self._room.load(layer):
-                    kept.record_stream(self._context_stream)
+                zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
+                zeros.record_stream(self._context_stream)
+                self._room.store(layer, *zeros)
         context = self._room.first(size)
         if not self._captures_context:
             context.clear(len(sample.prefix_ids))  # of an earlier context, which need not be finite
@@ -257,16 +257,13 @@ class _Answers:
             loss = distil_answers(model, context, self._packed, self._student)
             return loss.detach(), _gradient(loss, learned, model)
 
-        self._graph = capture(differentiate)
+        self.captured = capture(differentiate)
 
     def take(self, packed: PackedSample, student: Student) -> None:
         self._packed.row.copy_(packed.row)
         with torch.no_grad():
             for name, part in _changing(student).items():
                 getattr(self._student, name).copy_(part)
-
-    def launch(self) -> tuple[Tensor, Tensor]:
-        return self._graph.launch()
 
 
 def _to_device(tokens: Tensor, model: PreTrainedModel) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from leank_convert.architectures import ModelFacts
 from leank_convert.train.fused import attend, query_gradient
 from leank_convert.train.packing import PackedSample
 from leank_convert.train.windowed import of_queries
@@ -48,23 +47,6 @@ class StoredContext:
     # Block by block: only whole tensors are copied between host and device without a detour.
     _offloaded: dict[int, list[Pair]] = field(default_factory=dict)
     _devices: dict[int, torch.device] = field(default_factory=dict)
-
-    @classmethod
-    def of_zeros(
-        cls,
-        facts: ModelFacts,
-        num_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        key_mean: Tensor | None = None,
-    ) -> StoredContext:
-        """Room for contexts of up to so many tokens, which are stored one over the other."""
-        shape = (1, facts.num_key_value_heads, num_tokens, facts.head_dim)
-        context = cls(num_tokens, key_mean=key_mean)
-        for layer in range(facts.num_hidden_layers):
-            key, value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            context._pairs[layer] = key, value
-        return context
 
     def first(self, num_tokens: int) -> StoredContext:
         """The first tokens, in the same memory."""
