@@ -139,10 +139,8 @@ class Run:
         )
         self._optimizer = self._new_optimizer()
         if state.optimizer:
-            # Adam wants its step count on the CPU and its moments beside the parameter.
-            self._optimizer.state[self._factors] = {
-                name: value if name == "step" else value.to(device) for name, value in state.optimizer.items()
-            }
+            groups = self._optimizer.state_dict()["param_groups"]
+            self._optimizer.load_state_dict({"state": {0: state.optimizer}, "param_groups": groups})
         if not self.is_done:
             self._channel_mask = self._channels_of(self.schedule.phase(self.step))
 
