@@ -89,8 +89,9 @@ def training_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    leank_pass: ContextPass | MeasuringPass | FollowingPass | None = None,
+    *,
+    scaling: float,
+    leank_pass: ContextPass | MeasuringPass | FollowingPass,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -105,8 +106,6 @@ def training_attention(
     Raises:
         ContextIsStored: When a block of the context has reached the last layer.
     """
-    if leank_pass is None or scaling is None or attention_mask is not None:
-        raise TypeError(f"attention `{ATTENTION_NAME}` needs `leank_pass` and `scaling`, and takes no mask")
     if isinstance(leank_pass, MeasuringPass):
         if sliding_window is None:
             leank_pass.measure(module, query[0], key[0])
