@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource
-from leank_convert.methods.statistics import AttentionStatistics, mean_statistics, measure_attention
+from leank_convert.methods.statistics import AttentionStatistics, measure_attention
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
 from leank_convert.train.key_mean import KeyStatistics, count_contexts, measure_keys
@@ -73,7 +73,9 @@ class Calibration:
     def statistics(self) -> AttentionStatistics:
         """Statistics of queries and keys after RoPE, centred or not, the mean over all prompts."""
         mean = None if self.keys is None else self.keys.mean
-        return mean_statistics([measure_attention(self.loaded.model, ids, mean) for ids in self.prompts()])
+        measured = [measure_attention(self.loaded.model, ids, mean) for ids in self.prompts()]
+        # Each prompt weighs the same, whatever its length.
+        return AttentionStatistics(*(torch.stack(found).mean(0) for found in zip(*measured, strict=True)))
 
     @cached_property
     def _samples(self) -> SampleSource:

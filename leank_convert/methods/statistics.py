@@ -6,7 +6,6 @@ D head_dim. Channels i and i + D/2 are one RoPE pair in most families, whose fre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +61,6 @@ def measure_attention(
         if not bool(torch.isfinite(values).all()):
             raise NotFiniteError(f"`{name}` of a prompt of {len(input_ids)} tokens is not finite")
     return statistics
-
-
-def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatistics:
-    """The mean over prompts, each of which weighs the same whatever its length."""
-    return AttentionStatistics(*(torch.stack(found).mean(0) for found in zip(*measured, strict=True)))
 
 
 def high_frequency_channels(head_dim: int, *, rotated: int, interleaved: bool) -> Tensor:

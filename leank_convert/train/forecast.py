@@ -17,6 +17,7 @@ from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
 from leank_convert.head_layout import BytesPerToken, bytes_of, count_cache_bytes
+from leank_convert.methods import STAGES
 from leank_convert.recipe import Recipe
 from leank_convert.tables import listing
 from leank_convert.train.loop import check_run
@@ -110,7 +111,7 @@ class Forecast:
         learned = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         yield "trained", f"{learned}; the weights stay as they are"
         phases = [
-            f"{phase.steps:,} of {'gates of V beside K' if phase.stage == 3 else phase.name}"
+            f"{phase.steps:,} of {'gates of V beside K' if phase.stage == 3 else STAGES[phase.stage]}"
             + ("" if phase.pruning_ratio is None else f" at {100 * phase.pruning_ratio:g}%")
             for phase in Schedule(self.recipe).phases
         ]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from leank_convert.methods import STAGES
 from leank_convert.recipe import Recipe
 from leank_convert.train.scaling import learning_rate_factor
 
@@ -24,11 +23,6 @@ class Phase:
     first_draw: int
     peak_learning_rate: float  # the rate of its middle steps
     l1_weight: float  # what the penalty is multiplied by
-
-    @property
-    def name(self) -> str:
-        """What a person calls it."""
-        return STAGES[self.stage]
 
     @property
     def stop(self) -> int:
