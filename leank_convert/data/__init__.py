@@ -6,6 +6,6 @@ one sees, and ranks agree on who takes which.
 
 from leank_convert.data.sample import Question, TrainingSample
 from leank_convert.data.source import SampleSource
-from leank_convert.data.stream import SampleStream, stream_samples
+from leank_convert.data.stream import SampleStream
 
-__all__ = ["Question", "SampleSource", "SampleStream", "TrainingSample", "stream_samples"]
+__all__ = ["Question", "SampleSource", "SampleStream", "TrainingSample"]

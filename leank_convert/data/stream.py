@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import islice
 
 from leank_convert.data.sample import TrainingSample
@@ -17,14 +16,25 @@ _MOST_THREADS = 4
 
 
 class SampleStream(Iterator[TrainingSample]):
-    """Samples in the order of their indices, of which the next `ahead` are drawn while one is used."""
+    """Samples in the order of their indices, drawn in threads, the next `ahead` while one is used.
 
-    def __init__(
-        self, source: SampleSource, indices: Iterable[int], ahead: int, pool: ThreadPoolExecutor
-    ) -> None:
-        self._source, self._indices, self._ahead, self._pool = source, iter(indices), ahead, pool
+    A context manager: leaving it waits for no more than the draws under way. Indices may be without end. A
+    sample that cannot be drawn raises where it would have come.
+    """
+
+    def __init__(self, source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS) -> None:
+        # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
+        threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
+        self._source, self._indices, self._ahead = source, iter(indices), ahead
         self._waiting = deque[Future[TrainingSample]]()
-        self._draw(ahead)
+
+    def __enter__(self) -> SampleStream:
+        self._draw(self._ahead)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __next__(self) -> TrainingSample:
         """Return the next sample.
@@ -45,21 +55,3 @@ class SampleStream(Iterator[TrainingSample]):
     def _draw(self, count: int) -> None:
         for index in islice(self._indices, count - len(self._waiting)):
             self._waiting.append(self._pool.submit(self._source.draw, index))
-
-
-@contextmanager
-def stream_samples(
-    source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS
-) -> Iterator[SampleStream]:
-    """Draw samples in threads.
-
-    A sample that cannot be drawn raises where it would have come; leaving waits for no more than the draws
-    under way. Indices may be without end; so many draws go ahead of the sample in use.
-    """
-    # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
-    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
-    try:
-        yield SampleStream(source, indices, ahead, pool)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

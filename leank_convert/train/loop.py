@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from leank_convert.checkpoint_io import CONFIG_NAME
-from leank_convert.data import SampleSource, stream_samples
+from leank_convert.data import SampleSource, SampleStream
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask, save_mask
@@ -137,7 +137,7 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
                 log.sync()
                 save_state(run.state, directory.state)
 
-        stream = stack.enter_context(stream_samples(samples, run.sample_indices()))
+        stream = stack.enter_context(SampleStream(samples, run.sample_indices()))
         ending = stack.enter_context(Interruption())
         while not run.is_done and not ranks.any(ending.received is not None):
             step = run.step

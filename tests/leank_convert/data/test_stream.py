@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from leank_convert.data import stream_samples
+from leank_convert.data import SampleStream
 from leank_convert.errors import LeanKError
 
 
@@ -40,14 +40,14 @@ def num_threads(request, monkeypatch):
 
 def test_samples_come_in_the_order_of_their_indices():
     indices = [4, 1, 1, 7, 0, 3]
-    with stream_samples(Numbers(), indices) as stream:
+    with SampleStream(Numbers(), indices) as stream:
         assert list(stream) == indices
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_the_next_samples_are_drawn_while_one_is_used(ahead):
     source = Numbers()
-    with stream_samples(source, itertools.count(), ahead=ahead) as stream:
+    with SampleStream(source, itertools.count(), ahead=ahead) as stream:
         assert next(stream) == 0
         assert source.wait_for(ahead)
     assert sorted(source.drawn) == list(range(ahead + 1))
@@ -55,7 +55,7 @@ def test_the_next_samples_are_drawn_while_one_is_used(ahead):
 
 def test_the_sample_that_comes_next_is_shown_once_it_is_drawn():
     source = Numbers(fails_at=1)
-    with stream_samples(source, range(2)) as stream:
+    with SampleStream(source, range(2)) as stream:
         # One thread draws in order, and others may end later.
         assert source.wait_for(0)
         while (first := stream.peek()) is None:
@@ -68,7 +68,7 @@ def test_the_sample_that_comes_next_is_shown_once_it_is_drawn():
 
 
 def test_a_failing_draw_is_told_where_its_sample_would_have_come():
-    with stream_samples(Numbers(fails_at=2), range(5)) as stream:
+    with SampleStream(Numbers(fails_at=2), range(5)) as stream:
         assert [next(stream), next(stream)] == [0, 1]
         with pytest.raises(LeanKError, match="sample 2 cannot be drawn"):
             next(stream)
