@@ -237,14 +237,13 @@ class _SplitAttention(torch.autograd.Function):
         basis: Tensor | None,
         factors: Tensor | None,
     ) -> Tensor:
-        stored = _seen(load, regions)
-        rest = _Rest(stored, key, value, regions, query.dtype)
-        scores = rest.scores(query, scaled, scaling, hidden)
+        parts = _Parts(load, key, value, regions, query.dtype)
+        scores = parts.scores(query, scaled, scaling, hidden)
         lse = scores.logsumexp(-1)
         middle = None
         if regions.middle_stop > regions.middle_start:
             fitting = (query if scaled is None else scaled).to(key.dtype)
-            middle, middle_lse = attend(fitting, *_middle(stored, regions), scaling=scaling)
+            middle, middle_lse = attend(fitting, *parts.middle, scaling=scaling)
             if hidden is not None:
                 middle_lse = middle_lse.masked_fill(hidden[:, None], float("-inf"))
             lse = torch.logaddexp(lse, middle_lse)
@@ -253,13 +252,13 @@ class _SplitAttention(torch.autograd.Function):
         weights = scores.sub_(lse[..., None]).exp_()
         directions = None
         if factors is None:
-            output = weights @ rest.values
+            output = weights @ parts.values
             if middle is not None:
                 output += middle * torch.exp(middle_lse - lse)[..., None]
         else:
             assert basis is not None
-            full = rest.where_full(weights, 0.0)
-            output, pruned = full @ rest.values, weights.sub_(full) @ rest.values
+            full = parts.where_full(weights, 0.0)
+            output, pruned = full @ parts.values, weights.sub_(full) @ parts.values
             if middle is not None:
                 pruned += middle * torch.exp(middle_lse - lse)[..., None]
             directions = pruned @ basis
@@ -276,40 +275,39 @@ class _SplitAttention(torch.autograd.Function):
         query, scaled, key, value, output, lse, hidden, sinks, basis, factors, directions = ctx.saved_tensors
         regions: Regions = ctx.regions
         scaling: float = ctx.scaling
-        stored = _seen(ctx.load, regions)
-        rest = _Rest(stored, key, value, regions, query.dtype)
-        weights = rest.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
-        own = slice(rest.keys.shape[2] - key.shape[2], None)
+        parts = _Parts(ctx.load, key, value, regions, query.dtype)
+        weights = parts.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
+        own = slice(parts.keys.shape[2] - key.shape[2], None)
         mean = (gradient * output).sum(-1, keepdim=True)
-        to_weights, to_factors, to_pruned = gradient @ rest.values.mT, None, gradient
+        to_weights, to_factors, to_pruned = gradient @ parts.values.mT, None, gradient
         if factors is None:
             to_value = weights[..., own].mT @ gradient
         else:
             to_directions = gradient @ basis
             to_factors = (directions * to_directions).sum((0, 2))
             to_pruned = (to_directions * factors[:, None]) @ basis.mT
-            full = rest.where_full(weights, 0.0)
+            full = parts.where_full(weights, 0.0)
             to_value = full[..., own].mT @ gradient + (weights - full)[..., own].mT @ to_pruned
-            to_weights = rest.where_full(to_weights, to_pruned @ rest.values.mT)
+            to_weights = parts.where_full(to_weights, to_pruned @ parts.values.mT)
         to_sinks = None
         if ctx.needs_input_grad[-3]:
             to_sinks = (torch.exp(sinks - lse) * -mean[..., 0]).to(sinks.dtype)  # its value is zero
         to_scores = weights.mul_(to_weights.sub_(mean)).mul_(scaling)
         to_scaled = None
         if scaled is None:
-            to_query = to_scores @ rest.keys
+            to_query = to_scores @ parts.keys
             to_key = to_scores[..., own].mT @ query.to(to_scores.dtype)
         else:
-            to_full = rest.where_full(to_scores, 0.0)
+            to_full = parts.where_full(to_scores, 0.0)
             to_middle = to_scores.sub_(to_full)
-            to_query, to_scaled = to_full @ rest.keys, to_middle @ rest.keys
+            to_query, to_scaled = to_full @ parts.keys, to_middle @ parts.keys
             to_key = to_full[..., own].mT @ query.to(to_full.dtype) + to_middle[..., own].mT @ scaled
         if regions.middle_stop > regions.middle_start:
             if hidden is not None:
                 # Weights are then zero, not those of keys that these heads never saw.
                 lse = lse.masked_fill(hidden[:, None], float("inf"))
             fitting = (query if scaled is None else scaled).to(key.dtype)
-            keys, values = _middle(stored, regions)
+            keys, values = parts.middle
             share = query_gradient(to_pruned, fitting, keys, values, mean, lse, scaling=scaling)
             if to_scaled is None:
                 to_query += share
@@ -327,26 +325,18 @@ class _SplitAttention(torch.autograd.Function):
         )
 
 
-def _seen(load: Callable[[], Pair], regions: Regions) -> Pair:
-    key, value = (kept[:, :, regions.first :] for kept in load())
-    return key, value
-
-
-def _middle(stored: Pair, regions: Regions) -> Pair:
-    key, value = (kept[:, :, regions.middle_start : regions.middle_stop] for kept in stored)
-    return key, value
-
-
-class _Rest:
-    """The second part: its keys and values [1, H_kv, W, D], at least in float32."""
+class _Parts:
+    """Both parts: the middle as it is stored, the second [1, H_kv, W, D] at least in float32."""
 
     def __init__(
-        self, stored: Pair, key: Tensor, value: Tensor, regions: Regions, dtype: torch.dtype
+        self, load: Callable[[], Pair], key: Tensor, value: Tensor, regions: Regions, dtype: torch.dtype
     ) -> None:
         self._compute = torch.promote_types(dtype, torch.float32)
         # Of a model that is spread over devices, a layer may lie elsewhere than the first.
         self._seen = regions.seen.to(key.device)
         self._full = None if regions.full is None else regions.full.to(key.device)
+        stored = [kept[:, :, regions.first :] for kept in load()]
+        self.middle = [kept[:, :, regions.middle_start : regions.middle_stop] for kept in stored]
         self.keys, self.values = (
             torch.cat([kept[:, :, : regions.middle_start], kept[:, :, regions.middle_stop :], own], dim=2).to(
                 self._compute
