@@ -45,17 +45,17 @@ class Run:
         self.ranks = ranks
         self.schedule = Schedule(recipe)
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-        # Those whose channels are pruned, bool [L, H_kv, 1]: all of them, unless gates choose some.
-        self._retrieval_heads = ones((*loaded.facts.mask_shape[:2], 1), ranks.device).bool()
+        every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
+        # Heads whose channels are pruned, bool [L, H_kv, 1]: all of them, unless gates choose some.
+        self._retrieval_heads = every_gate.bool()
         # What V is learned beside, where K is not.
         self._given = None if recipe.mask is None else load_fitting(recipe.mask, loaded)
         self._state = TrainingState(fingerprint, ones(loaded.facts.mask_shape, ranks.device))
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
-        if self._has_gates:  # how many heads are left does not depend on which
-            every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
-            self._choose_retrieval_heads(every_gate)
+        if recipe.method_row.has_gates and self._given is None:
+            self._choose_retrieval_heads(every_gate)  # how many heads are left does not depend on which
             if "gates" in recipe.trains:
                 self._state.scaling_factors = every_gate
             else:
@@ -71,10 +71,6 @@ class Run:
         if self._given is not None and self._given.key_mean is not None:
             assert self._given.provenance is not None
             self._take_key_mean(self._given.key_mean, self._given.provenance.key_mean_tokens)
-
-    @property
-    def _has_gates(self) -> bool:
-        return self.recipe.method_row.has_gates and self._given is None
 
     @property
     def step(self) -> int:
@@ -94,9 +90,7 @@ class Run:
     @property
     def gates(self) -> Tensor | None:
         """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
-        if not self._has_gates:
-            return None
-        return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
+        return None if self._state.gates is None else self._state.gates.cpu()
 
     def measure(self, samples: SampleSource, *, progress: bool) -> None:
         """Measure the mean of keys and the basis of V, each if it is asked for and not known yet.
