@@ -28,7 +28,6 @@ from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.split_attention import Student
 from leank_convert.train.value_basis import NUM_CONTEXTS
-from leank_convert.windows import Windows
 
 # A context that takes less is timed several times.
 _SHORT_SECONDS = 0.5
@@ -198,7 +197,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         samples = [source.draw(index) for index in range(len(data.tasks))]
         found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
         with out_of_memory("a step", "see above"):
-            return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
+            return replace(found, seconds_per_context=_time_context(run, samples[0]))
     except LeanKMemoryError as error:
         return replace(found, why_unmeasured=error.message)
 
@@ -217,14 +216,14 @@ def _product_seconds(found: Forecast) -> float:
     return seconds / (rows * size * size) * num_weights * found.tokens
 
 
-def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:
+def _time_context(run: Run, sample: TrainingSample) -> float:
     gradients = run.gradients
-    windows = Windows(run.recipe.windows.sink_size, run.recipe.windows.recent_size)
-    factors = ones(run.loaded.facts.mask_shape, device)
+    factors = ones(run.loaded.facts.mask_shape, run.ranks.device)
+    student = Student(run.windows, factors, factors.any(-1))
 
     def measure() -> float:
         began = time.perf_counter()
-        gradients.add(sample, Student(windows, factors, factors.any(-1)), 1.0).item()  # waits for the device
+        gradients.add(sample, student, 1.0).item()  # waits for the device
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
         return time.perf_counter() - began

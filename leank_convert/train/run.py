@@ -44,7 +44,7 @@ class Run:
         self.loaded = loaded
         self.ranks = ranks
         self.schedule = Schedule(recipe)
-        self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
+        self.windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
         every_gate = ones((*loaded.facts.mask_shape[:2], 1), ranks.device)
         # Heads whose channels are pruned, bool [L, H_kv, 1]: all of them, unless gates choose some.
         self._retrieval_heads = every_gate.bool()
@@ -105,8 +105,7 @@ class Run:
             if self.ranks.is_first:
                 _logger.info("keys are centred: their mean was measured on %d tokens", keys.num_tokens)
         if recipe.value_pruning_ratio and state.values is None:
-            windows = self._windows
-            basis = measure_values(self.loaded, samples, windows, ranks=self.ranks, progress=progress)
+            basis = measure_values(self.loaded, samples, self.windows, ranks=self.ranks, progress=progress)
             state.values = dict(vars(basis))
 
     def restore(self, state: TrainingState, path: Path) -> None:
@@ -366,16 +365,16 @@ class Run:
         heads = self._retrieval_heads[..., 0]
         if phase.stage == 0:
             whole = self._factors.new_ones(self.loaded.facts.mask_shape)
-            return Student(self._windows, whole, heads, gates=self._factors[..., 0])
+            return Student(self.windows, whole, heads, gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
-            return Student(self._windows, self._factors, heads)
+            return Student(self.windows, self._factors, heads)
         sees = self._channel_mask.any(-1)
         if phase.stage == 3:
             kept = self._channel_mask.to(self._factors.dtype)
             return Student(
-                self._windows, kept, sees, value_basis=self._value_basis, value_factors=self._factors
+                self.windows, kept, sees, value_basis=self._value_basis, value_factors=self._factors
             )
-        return Student(self._windows, straight_through(self._factors, self._channel_mask), sees)
+        return Student(self.windows, straight_through(self._factors, self._channel_mask), sees)
 
     def _take_gradient(self, loss: Tensor, sample: TrainingSample) -> Tensor:
         gradient, self._factors.grad = self._factors.grad, None
