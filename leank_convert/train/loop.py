@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.data import SampleSource, SampleStream
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
-from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_problems import check_training
 from leank_convert.report.mask_report import REPORT_NAME, write_report
@@ -58,8 +59,8 @@ def train(
         return run, samples
 
     run, samples = ranks.on_all(set_up)
-    if not run.is_done:
-        ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
+    own = run.masks() if run.is_done else {}
+    ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory, own))
     run.measure(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
     return run
@@ -102,16 +103,20 @@ def prepare(
     directory.check_usable(recipe, resume=resume)
     if directory.state.exists():
         return load_state(directory.state)
-    _refuse_foreign_masks(recipe, directory)
+    _refuse_foreign_masks(recipe, directory, {})
     if resume:
         _logger.warning("no run in `%s`; starting one", directory.out)
     return None
 
 
-def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
-    """Refuse to write masks where there are some: a run writes its own when it is done."""
-    for result in directory.results(recipe).values():
-        if result.mask.exists():
+def _refuse_foreign_masks(
+    recipe: Recipe, directory: TrainingDirectory, own: Mapping[float, ChannelMask]
+) -> None:
+    """Refuse to write masks where there are others than a run's `own`, by ratio, once it is done."""
+    for ratio, result in directory.results(recipe).items():
+        if own and (result.out / CONFIG_NAME).exists():  # beside a checkpoint none is written
+            continue
+        if result.mask.exists() and not (own and own[ratio].stores_alike(load_mask(result.mask))):
             raise LeanKError(
                 f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
                 hint="train into another folder, or move the mask away",

@@ -11,6 +11,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, save_mask
+from leank_convert.onnx.pruned_model import load_pruned
 from tests.checks import edit_json, fitting_mask, provenance_of, refusal, rejected
 from tests.leank_convert.onnx.conftest import change_description
 
@@ -120,9 +121,9 @@ def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(tmp_pat
 def test_a_mask_in_the_place_of_the_exported_one_is_told(tmp_path, mask, source_model):
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
     save_mask(ChannelMask(~mask), out / MASK_FILE_NAME)
-    for read in (inspect_artifact, load_artifact):
+    for read in (inspect_artifact, lambda folder: load_artifact(str(folder)), load_pruned):
         with refusal(f"{out / MASK_FILE_NAME}` is not the mask that the checkpoint was exported with"):
-            read(str(out))
+            read(out)
 
 
 @pytest.fixture

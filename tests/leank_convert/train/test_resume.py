@@ -11,7 +11,7 @@ import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.folders import LOCK_NAME
-from leank_convert.mask import load_mask
+from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, run
@@ -71,6 +71,15 @@ def test_existing_run_is_not_overwritten_without_resume(resume, uninterrupted):
     with refusal("already holds a training run", "--resume"):
         resume(uninterrupted, resume=False)
     assert TrainingDirectory(uninterrupted).mask.read_bytes() == before
+
+
+def test_a_mask_in_the_place_of_a_finished_runs_own_is_not_overwritten(resume, uninterrupted):
+    place = TrainingDirectory(uninterrupted).mask
+    save_mask(ChannelMask(~load_mask(place).channel_mask), place)
+    before = place.read_bytes()
+    with refusal(f"`{place}` exists and is not of a run in", "move the mask away"):
+        resume(uninterrupted)
+    assert place.read_bytes() == before
 
 
 @pytest.mark.parametrize(("reason", "exit_code", "at"), [case[1:] for case in SIGNALS])
