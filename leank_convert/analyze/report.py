@@ -63,7 +63,7 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
 
         dtype = read_description(folder).content["dtype"]
     mask = load_mask(path) if leank is None else load_own_mask(folder, leank)
-    return mask, bytes_of(str(dtype)), leank and leank.get("kv_dtype")
+    return mask, bytes_of(str(dtype)), None if leank is None else leank.get("kv_dtype")
 
 
 @dataclass(frozen=True)
