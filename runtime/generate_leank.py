@@ -60,7 +60,7 @@ class GenerateMixin:
         if implementation not in _OWN_CACHE:
             raise ValueError(
                 f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
-                "own, so leave it out"
+                "own, so leave it out, also in generation_config.json"
             )
         given = {"prune": prune, "kv_dtype": kv_dtype}
         defaults = {name: _first_given({}, configs, name) for name in given}
