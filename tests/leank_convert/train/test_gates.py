@@ -148,9 +148,10 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
     assert mask.widths == ((0, 16), (16, 0))
 
 
-def test_a_run_killed_within_the_gates_goes_on_to_the_same_bits(make, tmp_path, read_log, fail_at):
+@pytest.mark.parametrize("at", [4, 8], ids=["in", "behind"])
+def test_a_run_killed_in_or_behind_the_gates_ends_with_the_same_bits(at, make, tmp_path, read_log, fail_at):
     make("whole", **BOTH)
-    with fail_at(Run, "advance", 4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    with fail_at(Run, "advance", at, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         make("killed", **BOTH)
     make("killed", resume=True, **BOTH)
     whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
