@@ -1,6 +1,7 @@
 """The oldest releases that are allowed are those that are tried."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def test_the_script_tries_every_python_that_is_supported():
     newest = re.findall(r"newest-([\d.]+)", re.search(r"^all=\((.*)\)$", script, re.M).group(1))
     assert newest == PYTHONS
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+def test_the_tests_that_the_script_runs_are_there():
+    listed = 'eval "$(sed -n \'/^tests=(/,/^)/p\' bin/test-versions)" && ls -d "${tests[@]}"'
+    subprocess.run(["bash", "-c", listed], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(
