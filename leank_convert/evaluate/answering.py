@@ -45,7 +45,7 @@ Respond = Callable[[Sequence[Prompt]], Iterator[Response]]
 class Answer:
     """What one variant made of one prompt."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     task: str
     length: int  # tokens that were asked for
