@@ -220,7 +220,7 @@ def test_gradients_of_a_turn_reach_its_own_keys_and_values(model_pair):
         with torch.no_grad():
             cache = model(one_row())[CACHE]
         states = model.get_input_embeddings()(one_row(5)).detach().requires_grad_()
-        model(inputs_embeds=states, cache=cache).logits.sum().backward()
+        model(inputs_embeds=states, **{CACHE: cache}).logits.sum().backward()
         found += [states.grad, model.model.layers[0].self_attn.v_proj.weight.grad]
     torch.testing.assert_close(found[:2], found[2:], rtol=1e-4, atol=1e-5)
 
