@@ -33,14 +33,8 @@ from leank_convert.head_layout import (
     plan_head_layout,
 )
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import (
-    KEY_MEAN_KEY,
-    VALUE_BASIS_KEY,
-    VALUE_WIDTHS_KEY,
-    load_own_mask,
-    read_block,
-)
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, load_own_mask
 from leank_convert.masks import find_by_name
 from leank_convert.tables import listing
 from leank_convert.windows import Windows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -16,8 +15,6 @@ from leank_convert._runtime.configuration_leank import FORMAT_VERSION, LeanKSett
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut
 from leank_convert.fields import first_problem
-from leank_convert.files import sha256_of
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 
 LEANK_KEYS = (
     "format_version",
@@ -98,24 +95,6 @@ def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> L
             hint="export the checkpoint again; `leank-convert verify` lists everything that is wrong",
         ) from error
     return settings
-
-
-def load_own_mask(checkpoint: Path, leank: Mapping[str, Any]) -> ChannelMask:
-    """Read a checkpoint's mask.
-
-    Raises a LeanKError as `load_mask`, and if it is another file than the block names, or lacks a tensor that
-    the block tells of.
-    """
-    path, files = checkpoint / MASK_FILE_NAME, leank.get("files")
-    mask = load_mask(path)
-    tensors = {KEY_MEAN_KEY: mask.key_mean, VALUE_WIDTHS_KEY: mask.value_basis}
-    lacks_one = any(tensor is None for key, tensor in tensors.items() if key in leank)
-    if lacks_one or not isinstance(files, Mapping) or files.get(MASK_FILE_NAME) != sha256_of(path):
-        raise LeanKError(
-            f"`{path}` is not the mask that the checkpoint was exported with",
-            hint="copy or export the checkpoint again",
-        )
-    return mask
 
 
 def _check_keys(leank: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
@@ -19,9 +20,10 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
-from leank_convert.files import user_path, write_atomically
+from leank_convert.files import sha256_of, user_path, write_atomically
 from leank_convert.head_layout import choose_value_multiple, list_value_widths
 from leank_convert.hub import download_file, is_hub_id
+from leank_convert.leank_block import KEY_MEAN_KEY, VALUE_WIDTHS_KEY
 from leank_convert.mask_provenance import MaskProvenance, encode_value
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.masks import find_by_model, find_by_name
@@ -274,6 +276,24 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
         f"mask `{path}`: unknown file type {cut(path.suffix)}",
         hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file; a checkpoint goes by its folder",
     )
+
+
+def load_own_mask(checkpoint: Path, leank: Mapping[str, Any]) -> ChannelMask:
+    """Read a checkpoint's mask.
+
+    Raises a LeanKError as `load_mask`, and if it is another file than the block names, or lacks a tensor that
+    the block tells of.
+    """
+    path, files = checkpoint / MASK_FILE_NAME, leank.get("files")
+    mask = load_mask(path)
+    tensors = {KEY_MEAN_KEY: mask.key_mean, VALUE_WIDTHS_KEY: mask.value_basis}
+    lacks_one = any(tensor is None for key, tensor in tensors.items() if key in leank)
+    if lacks_one or not isinstance(files, Mapping) or files.get(MASK_FILE_NAME) != sha256_of(path):
+        raise LeanKError(
+            f"`{path}` is not the mask that the checkpoint was exported with",
+            hint="copy or export the checkpoint again",
+        )
+    return mask
 
 
 def _load_safetensors(path: Path) -> ChannelMask:

@@ -22,8 +22,8 @@ from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import bytes_of
-from leank_convert.leank_block import load_own_mask, read_block
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
+from leank_convert.leank_block import read_block
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, load_own_mask, resolve_mask
 from leank_convert.report import figures
 from leank_convert.report.distribution import MaskAnalysis
 from leank_convert.report.mask_sections import describe_mask, list_mask_sections

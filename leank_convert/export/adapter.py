@@ -34,8 +34,8 @@ from leank_convert.export.plan import TensorEdit, list_stock_tensors, plan_edit
 from leank_convert.files import read_json, sync_path, user_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import resolve_model
-from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, load_own_mask, read_block
-from leank_convert.mask import MASK_FILE_NAME
+from leank_convert.leank_block import VALUE_BASIS_KEY, VALUE_WIDTHS_KEY, read_block
+from leank_convert.mask import MASK_FILE_NAME, load_own_mask
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 _FILES = {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}

@@ -18,7 +18,8 @@ from leank_convert.checkpoint_io import CONFIG_NAME, open_checkpoint, read_leank
 from leank_convert.config_class import build_config
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
-from leank_convert.leank_block import VALUE_BASIS_KEY, load_own_mask, read_block
+from leank_convert.leank_block import VALUE_BASIS_KEY, read_block
+from leank_convert.mask import load_own_mask
 from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx.leank_onnx_cache import Bucket
 from leank_convert.text_part import load_from
