@@ -23,7 +23,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json, sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
 from leank_convert.mask_provenance import MaskProvenance
-from leank_convert.recipe import DataSection
+from leank_convert.recipe import DataSection, Recipe
 from leank_convert.value_weights import digest_values
 from leank_convert.verify import verify_checkpoint
 
@@ -184,6 +184,22 @@ def prune_values(mask, folder, **changes):
 def section(**values):
     """A recipe's data section of short samples."""
     return DataSection(**{"min_length": 2000, "max_length": 4000, **values})
+
+
+def short_recipe(**changes):
+    """A recipe of a few steps; keyword arguments replace top-level keys."""
+    data = {"tasks": ["retrieval", "multi_value"], "wording": "testbed", "min_length": 200, "max_length": 280}
+    values = {
+        "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
+        "width_multiple": 4,
+        "data": data,
+        "stage1": {"steps": 7, "learning_rate": 0.1, "l1_weight": 0.06},
+        "stage2": {"steps": 6, "learning_rate": 0.05},
+        "save_every": 3,
+        "held_out_samples": 2,
+        "trackers": (),
+    }
+    return Recipe(**{**values, **changes})
 
 
 def write(name, content=""):

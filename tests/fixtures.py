@@ -13,7 +13,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from leank_convert.mask import ChannelMask
-from leank_convert.recipe import Recipe
 from leank_convert.testbed import MODEL_DIR
 from tests.checks import provenance_of
 from tests.tiny_families import random_mask, tiny_folder
@@ -73,28 +72,6 @@ def testbed_tokenizer():
 def retriever_folder(tmp_path_factory, testbed_tokenizer):
     """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
     return tiny_folder(tmp_path_factory.mktemp("models") / "retriever", testbed_tokenizer)
-
-
-@pytest.fixture(scope="session")
-def short_recipe():
-    """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
-
-    data = {"tasks": ["retrieval", "multi_value"], "wording": "testbed", "min_length": 200, "max_length": 280}
-
-    def build(**changes):
-        values = {
-            "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
-            "width_multiple": 4,
-            "data": data,
-            "stage1": {"steps": 7, "learning_rate": 0.1, "l1_weight": 0.06},
-            "stage2": {"steps": 6, "learning_rate": 0.05},
-            "save_every": 3,
-            "held_out_samples": 2,
-            "trackers": (),
-        }
-        return Recipe(**{**values, **changes})
-
-    return build
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.train.attention import ATTENTION_NAME
-from tests.checks import facts_of, failed
+from tests.checks import facts_of, failed, short_recipe
 from tests.tiny_families import FAMILIES, batch, some_families
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
@@ -132,7 +132,7 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         export_onnx(checkpoint.folder, None, tmp_path / "onnx")
 
 
-def test_masks_beside_linear_layers_are_measured(example, load, short_recipe):
+def test_masks_beside_linear_layers_are_measured(example, load):
     checkpoint = example("qwen3_next")
     facts = facts_of(checkpoint.source)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source, attn_implementation=ATTENTION_NAME).eval()

@@ -13,6 +13,7 @@ from leank_convert.evaluate.variants import Masked
 from leank_convert.mask import load_mask
 from leank_convert.testbed.tasks import NUMBERS
 from leank_convert.verify import verify_checkpoint
+from tests.checks import short_recipe
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
 NUM_TOKENS, PREFIX, FLOAT32 = 700, 600, 1e-4
@@ -27,9 +28,7 @@ def dense_nll(folder, input_ids, **config):
 
 
 @pytest.mark.usefixtures("without_report")
-def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(
-    retriever_folder, short_recipe, tmp_path
-):
+def test_a_stretched_rope_is_trained_exported_verified_and_decoded_with(retriever_folder, tmp_path):
     model = {"config_overrides": {"max_position_embeddings": 1024, "rope_parameters": YARN}}
     short = {"stage1": {"steps": 2}, "stage2": {"steps": 1}, "held_out_samples": 0}
     data = {"wording": "testbed", "min_length": 600, "max_length": 700}

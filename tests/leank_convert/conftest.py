@@ -13,6 +13,7 @@ from leank_convert.data.grammar import draw_sentence
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.train.model import find_model, load_model
+from tests.checks import short_recipe
 from tests.tiny_families import random_mask, tiny_folder, tiny_model
 
 FAMILIES = {
@@ -154,7 +155,7 @@ def retriever_int8(once_per_run, testbed_tokenizer):
 
 
 @pytest.fixture
-def load(short_recipe, retriever_folder):
+def load(retriever_folder):
     """A model as training loads it, and the samples of a recipe: `load(folder, **changes)`."""
 
     def run(folder=retriever_folder, **changes):

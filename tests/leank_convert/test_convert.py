@@ -18,7 +18,7 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.verify import verify_checkpoint
-from tests.checks import done, failed, provenance_of, refusal, rejected, run
+from tests.checks import done, failed, provenance_of, refusal, rejected, run, short_recipe
 from tests.tiny_families import tiny_model
 
 SHAPE = (2, 2, 16)
@@ -40,7 +40,7 @@ def biased(tmp_path_factory, testbed_tokenizer):
 
 
 @pytest.fixture
-def recipe(short_recipe, tmp_path):
+def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(short_recipe(held_out_samples=0).to_yaml())
     return path

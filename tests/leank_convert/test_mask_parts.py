@@ -31,6 +31,7 @@ from tests.checks import (
     refused,
     rejected,
     say_in_block,
+    short_recipe,
 )  # fmt: skip
 
 TOKENS = 4321
@@ -241,7 +242,7 @@ def test_a_run_keeps_its_own_mean(source, masks, tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])
-def test_an_export_measures_it_for_a_mask_that_has_none(retriever_folder, short_recipe, tmp_path, kv_dtype):
+def test_an_export_measures_it_for_a_mask_that_has_none(retriever_folder, tmp_path, kv_dtype):
     channels = ChannelMask(torch.arange(16).expand(2, 2, 16) % 3 > 0)
     options = {"recipe": short_recipe(), "sink_size": 4, "recent_size": 16, "flush_size": 4}
     asked = {"kv_dtype": kv_dtype, "key_mean": False, "value_pruning_ratio": 0.5, "force": True}
@@ -269,7 +270,7 @@ def test_an_export_measures_it_for_a_mask_that_has_none(retriever_folder, short_
 
 
 def test_text_that_cannot_be_read_is_refused_before_weights_are_loaded(
-    retriever_folder, short_recipe, tmp_path, monkeypatch
+    retriever_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(measured_cache, "load_model", lambda *_: pytest.fail("loaded"))
     text, recipe = tmp_path / "text.txt", tmp_path / "recipe.yaml"

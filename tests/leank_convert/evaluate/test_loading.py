@@ -14,7 +14,7 @@ from leank_convert.evaluate.loading import load_evaluated, load_model
 from leank_convert.evaluate.rounding import NUM_PROMPTS, answer_rounded
 from leank_convert.hub import resolve_model
 from leank_convert.mask import resolve_mask
-from tests.checks import edit_json, refusal
+from tests.checks import edit_json, refusal, short_recipe
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):
@@ -83,9 +83,7 @@ def checkpoint(export_retriever):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
-def test_it_is_the_mean_divergence_of_answers_fed_token_by_token(
-    checkpoint, kv_dtype, short_recipe, testbed_tokenizer
-):
+def test_it_is_the_mean_divergence_of_answers_fed_token_by_token(checkpoint, kv_dtype, testbed_tokenizer):
     recipe = short_recipe()
     found = answer_rounded(checkpoint, recipe, kv_dtype, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True).eval()

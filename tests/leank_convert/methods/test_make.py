@@ -16,11 +16,11 @@ from leank_convert.train import loop
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory
 from leank_convert.verify import verify_checkpoint
-from tests.checks import failed, refusal
+from tests.checks import failed, refusal, short_recipe
 
 
 @pytest.fixture
-def make_one(short_recipe, retriever_folder, tmp_path, without_report):
+def make_one(retriever_folder, tmp_path, without_report):
     """Makes the masks of a method: `make_one("random", seed=3)` gives the only one."""
 
     def run(method, out="out", **changes):

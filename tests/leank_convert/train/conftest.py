@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.train.attention import ATTENTION_NAME
-from tests.checks import run_python
+from tests.checks import run_python, short_recipe
 from tests.tiny_families import tiny_folder
 
 DEATHS = [
@@ -28,10 +28,12 @@ SIGNALS = [
     (signal.SIGTERM, "SIGTERM", 143, 12),  # the last step
 ]
 EVENTS = {"signal": 143, "memory": 1}  # of two ranks, and their exit code
+# What two processes share.
+RECIPE_OF_TWO = short_recipe(batch_size=4, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
 
 
 @pytest.fixture(scope="session")
-def finished(once_per_run, short_recipe, retriever_folder):
+def finished(once_per_run, retriever_folder):
     """The folder of a run of `short_recipe()` that nothing interrupted; to be copied, not changed."""
     given = {"recipe": short_recipe(), "progress": False}
     return once_per_run("finished_run", lambda out: train_mask(retriever_folder, out, **given))
@@ -44,7 +46,7 @@ def finished_mask(finished):
 
 
 @pytest.fixture(scope="session")
-def ended(once_per_run, short_recipe, recipe_of_two, retriever_folder):
+def ended(once_per_run, retriever_folder):
     """Runs that something ended: by what and where, the folder, and exit code and output of each rank.
 
     All are children of one process by `forked_runs.py`: it takes longer to start than most of them take.
@@ -54,10 +56,10 @@ def ended(once_per_run, short_recipe, recipe_of_two, retriever_folder):
         jobs[f"{reason}-{at}"] = {"event": "signal", "signal": number, "at": at}
     jobs["twice"] = {"event": "signal", "signal": signal.SIGINT, "times": 2, "at": 4}
     jobs = {key: {"recipe": short_recipe(), **job} for key, job in jobs.items()}
-    happens = {"ranks": 2, "rank": 1, "at": 3, "signal": signal.SIGTERM, "recipe": recipe_of_two}
+    happens = {"ranks": 2, "rank": 1, "at": 3, "signal": signal.SIGTERM, "recipe": RECIPE_OF_TWO}
     jobs |= {event: {**happens, "event": event} for event in EVENTS}
     for name, changes in {"mask": {"mask": "a.pth"}, "width": {"width_multiple": 32}}.items():
-        jobs[name] = {"ranks": 2, "recipe": recipe_of_two.model_copy(update=changes)}
+        jobs[name] = {"ranks": 2, "recipe": RECIPE_OF_TWO.model_copy(update=changes)}
 
     def make(folder):
         folder.mkdir()
@@ -75,30 +77,19 @@ def ended(once_per_run, short_recipe, recipe_of_two, retriever_folder):
     return {key: (folder / key, ranks) for key, ranks in zip(jobs, results, strict=True)}
 
 
-@pytest.fixture(scope="session")
-def recipe_of_two(short_recipe):
-    """What two processes share."""
-    return short_recipe(batch_size=4, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
+@contextmanager
+def fail_at(owner, name, place, error):
+    """Has one call of a function fail, counted from 1."""
+    original, calls = getattr(owner, name), count(1)
 
+    def failing(*given, **options):
+        if next(calls) == place:
+            raise error
+        return original(*given, **options)
 
-@pytest.fixture
-def fail_at():
-    """Has one call of a function fail, counted from 1: `with fail_at(owner, name, place, error)`."""
-
-    @contextmanager
-    def patched(owner, name, place, error):
-        original, calls = getattr(owner, name), count(1)
-
-        def failing(*given, **options):
-            if next(calls) == place:
-                raise error
-            return original(*given, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, failing)
-            yield
-
-    return patched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -116,15 +107,10 @@ def train_one(retriever_folder):
     return train
 
 
-@pytest.fixture(scope="session")
-def read_log():
-    """Reads the steps in log.jsonl by itself."""
-
-    def read(out):
-        lines = (out / "leank" / "log.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if "kind" not in row]
-
-    return read
+def logged_steps(out):
+    """The steps in log.jsonl, read by itself."""
+    rows = map(json.loads, (out / "leank" / "log.jsonl").read_text().splitlines())
+    return [row for row in rows if "kind" not in row]
 
 
 @contextmanager

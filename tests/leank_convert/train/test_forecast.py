@@ -11,27 +11,22 @@ from leank_convert.recipe_file import load_recipe
 from leank_convert.train import forecast as module
 from leank_convert.train.forecast import Forecast, forecast
 from leank_convert.train.model import count_bytes, find_model
-from tests.checks import done, run, snapshot
+from tests.checks import done, run, short_recipe, snapshot
 
 GB = 10**9
 
 
-@pytest.fixture
-def forecast_llama():
+def forecast_llama(*overrides, capacity=80 * GB, **changes):
     """The paper's recipe on one GPU of so many bytes, with changes."""
-
-    def build(*overrides, capacity=80 * GB, **changes):
-        values = {"processes": 1, "device": "Some GPU", "tokens": 57344, "why_unmeasured": "not asked for"}
-        memory = {"weights": 16_060_522_496, "context": 2 * 32 * 8 * 128 * 2 * 98304, "working": 2 * GB}
-        memory |= {"total": sum(memory.values()), "capacity": capacity}
-        values["memory"] = memory | {"fits": capacity and memory["total"] <= capacity}
-        recipe = load_recipe("llama-3.1-8b-instruct", overrides)
-        return Forecast("llama", GEOMETRIES["llama-3.1-8b"].facts, recipe, **{**values, **changes})
-
-    return build
+    values = {"processes": 1, "device": "Some GPU", "tokens": 57344, "why_unmeasured": "not asked for"}
+    memory = {"weights": 16_060_522_496, "context": 2 * 32 * 8 * 128 * 2 * 98304, "working": 2 * GB}
+    memory |= {"total": sum(memory.values()), "capacity": capacity}
+    values["memory"] = memory | {"fits": capacity and memory["total"] <= capacity}
+    recipe = load_recipe("llama-3.1-8b-instruct", overrides)
+    return Forecast("llama", GEOMETRIES["llama-3.1-8b"].facts, recipe, **{**values, **changes})
 
 
-def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
+def test_steps_contexts_questions_and_time_are_counted():
     papers = forecast_llama().to_dict()
     assert papers["steps"] == papers["contexts"] == papers["questions"] == 2200
     assert (papers["scaling_factors"], papers["tokens"]) == (32 * 8 * 128, 2200 * 57344)
@@ -69,7 +64,7 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
         assert told in forecast_llama(seconds_per_context=pace).render()
 
 
-def test_what_fits_is_told_to_and_what_does_not_with_what_helps(forecast_llama):
+def test_what_fits_is_told_to_and_what_does_not_with_what_helps():
     text = " ".join(forecast_llama().render().split())
     assert "weights 16.1 GB + K/V of 98,304 tokens 12.9 GB + working room 2.0 GB = 30.9 GB" in text
     assert "fits: Some GPU has 80.0 GB" in text and "not estimated: not asked for" in text
@@ -105,7 +100,7 @@ def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_pat
     assert list(tmp_path.iterdir()) == [] and snapshot(retriever_folder) == before
 
 
-def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model, short_recipe):
+def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model):
     folder = source_model("llama")
     numbers = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 4
     for changes, size, layers in (
@@ -121,7 +116,7 @@ def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model, short_r
         assert layers == 1 or found["working"] == 280 * (3 * 48 + 2 * 32) * size
 
 
-def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe, monkeypatch):
+def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore of it")
     fail = Mock(side_effect=error)
     for place, part in (("train.graphs.distil", "a step"), ("train.model._load_weights", "the weights")):
@@ -133,12 +128,12 @@ def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe,
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_judged(retriever_folder, short_recipe):
+def test_on_a_gpu_it_is_judged(retriever_folder):
     found = forecast(retriever_folder, short_recipe())
     assert found.memory["fits"] and found.seconds_per_context is not None
 
 
-def test_a_context_that_takes_minutes_on_a_cpu_is_not_run(retriever_folder, short_recipe, monkeypatch):
+def test_a_context_that_takes_minutes_on_a_cpu_is_not_run(retriever_folder, monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(module, "_LONGEST_SECONDS", 0)
     found = forecast(retriever_folder, short_recipe(), device="cpu")

@@ -20,15 +20,15 @@ from leank_convert.train.selection import select_channels
 from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, load_state
 from leank_convert.windows import Windows
-from tests.checks import llama_facts, refusal
-from tests.leank_convert.train.conftest import without_times
+from tests.checks import llama_facts, refusal, short_recipe
+from tests.leank_convert.train.conftest import fail_at, logged_steps, without_times
 
 HEADS = {"steps": 5, "learning_rate": 0.1, "l1_weight": 0.5}
 BOTH = {"method": "duo-attention+leank", "pruning_ratio": 0.75, "heads": HEADS}
 
 
 @pytest.fixture
-def make(train_one, short_recipe, tmp_path):
+def make(train_one, tmp_path):
     """Makes the only mask of a recipe in `tmp_path / out`."""
 
     def run(out="out", *, resume=False, **changes):
@@ -87,11 +87,11 @@ def test_heads_with_the_highest_gates_keep_all_channels_and_the_others_none(make
 
 
 def test_log_report_and_forecast_speak_of_gates_and_not_of_stages_or_channels(
-    make, short_recipe, retriever_folder, tmp_path, read_log, monkeypatch
+    make, retriever_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(loop, "write_report", mask_report.write_report)
     make()
-    assert {row["stage"] for row in read_log(tmp_path / "out")} == {0}
+    assert {row["stage"] for row in logged_steps(tmp_path / "out")} == {0}
     page = (tmp_path / "out" / "leank" / "report.html").read_text()
     assert "<dd>5 (gates of heads)</dd>" in page
     assert "What heads were chosen by" in page
@@ -114,7 +114,7 @@ def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
     assert not TrainingDirectory(tmp_path / "out").state.exists()
 
 
-def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(make, tmp_path, read_log):
+def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(make, tmp_path):
     mask = make(**BOTH)
     gates = read_pattern(tmp_path / "out")[..., None]
     streaming = ~select_channels(gates, pruning_ratio=0.5, width_multiple=1)[..., 0]
@@ -122,7 +122,7 @@ def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_lear
     assert not mask.channel_mask[streaming].any() and (mask.scaling_factors[streaming] == 0).all()
     assert mask.channel_mask[~streaming].any() and (mask.scaling_factors[~streaming] != 1).any(-1).all()
     assert 0.5 < mask.pruning_ratio < 1
-    rows = read_log(tmp_path / "out")
+    rows = logged_steps(tmp_path / "out")
     assert [row["stage"] for row in rows] == [0] * 5 + [1] * 7 + [2] * 6
     # Of two heads that are shut from the beginning, their factors are 0.
     assert rows[5]["mean_factor"] == 0.5
@@ -149,7 +149,7 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
 
 
 @pytest.mark.parametrize("at", [4, 8], ids=["in", "behind"])
-def test_a_run_killed_in_or_behind_the_gates_ends_with_the_same_bits(at, make, tmp_path, read_log, fail_at):
+def test_a_run_killed_in_or_behind_the_gates_ends_with_the_same_bits(at, make, tmp_path):
     make("whole", **BOTH)
     with fail_at(Run, "advance", at, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         make("killed", **BOTH)
@@ -157,7 +157,7 @@ def test_a_run_killed_in_or_behind_the_gates_ends_with_the_same_bits(at, make, t
     whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
     assert killed.mask.read_bytes() == whole.mask.read_bytes()
     assert torch.equal(read_pattern(tmp_path / "killed"), read_pattern(tmp_path / "whole"))
-    assert without_times(read_log(tmp_path / "killed")) == without_times(read_log(tmp_path / "whole"))
+    assert without_times(logged_steps(tmp_path / "killed")) == without_times(logged_steps(tmp_path / "whole"))
     assert torch.equal(load_state(killed.state).gates, load_state(whole.state).gates)
 
 

@@ -26,7 +26,7 @@ from leank_convert.train.held_out import Compared, check_held_out
 from leank_convert.train.log import read_log as read_steps
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.state import TrainingDirectory
-from tests.checks import edit_tensors, refusal
+from tests.checks import edit_tensors, refusal, short_recipe
 from tests.leank_convert.report.records import record
 
 
@@ -35,7 +35,7 @@ def step(stage, distillation, asked=0.7):
 
 
 @pytest.fixture
-def check(load, short_recipe, monkeypatch):
+def check(load, monkeypatch):
     """Checks contexts of one answer, by who gets each of its tokens right.
 
     A letter is a token: D the dense model does, P the pruned one, B both, - none.
@@ -141,7 +141,7 @@ def test_the_result_stands_in_log_mask_report_and_inspection(finished, tmp_path)
 
 
 def test_a_finished_run_that_is_resumed_is_checked_again_and_logged_once(
-    finished, short_recipe, retriever_folder, tmp_path
+    finished, retriever_folder, tmp_path
 ):
     out = shutil.copytree(finished, tmp_path / "out")
     train_masks(retriever_folder, out, recipe=short_recipe(), resume=True, progress=False)
@@ -149,7 +149,7 @@ def test_a_finished_run_that_is_resumed_is_checked_again_and_logged_once(
     assert logs[0].read_text() == logs[1].read_text()
 
 
-def test_samples_have_the_memory_that_training_had(train_one, short_recipe, tmp_path, monkeypatch):
+def test_samples_have_the_memory_that_training_had(train_one, tmp_path, monkeypatch):
     made = []
 
     def make_gradients(*given, **options):
@@ -163,7 +163,7 @@ def test_samples_have_the_memory_that_training_had(train_one, short_recipe, tmp_
     assert made[1:] == [[None]]
 
 
-def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, finished_mask):
+def test_without_samples_there_is_no_check(train_one, tmp_path, finished_mask):
     mask = train_one(short_recipe(held_out_samples=0), tmp_path)
     assert mask.provenance.held_out is None
     assert torch.equal(mask.channel_mask, finished_mask.channel_mask)

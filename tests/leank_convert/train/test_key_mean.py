@@ -10,7 +10,7 @@ from leank_convert.mask import load_mask
 from leank_convert.train import key_mean
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.state import TrainingDirectory, load_state
-from tests.checks import refusal
+from tests.checks import refusal, short_recipe
 from tests.leank_convert.train.conftest import stock_cache
 
 
@@ -35,17 +35,17 @@ def test_it_is_measured_over_all_tokens_of_the_first_contexts(load, offload):
 @pytest.mark.parametrize(
     ("steps", "batch_size", "expected"), [(7, 1, 1), (350, 1, 3), (350, 2, 7), (2000, 4, 8), (1, 1, 1)]
 )
-def test_a_run_measures_a_hundredth_of_its_contexts(short_recipe, steps, batch_size, expected):
+def test_a_run_measures_a_hundredth_of_its_contexts(steps, batch_size, expected):
     recipe = short_recipe(stage1={"steps": steps}, stage2={"steps": 0}, batch_size=batch_size)
     assert count_contexts(recipe) == expected
 
 
-def test_no_ratio_changes_what_the_mean_of_another_is_measured_on(short_recipe):
+def test_no_ratio_changes_what_the_mean_of_another_is_measured_on():
     steps = {"stage1": {"steps": 600}, "stage2": {"steps": 100}}
     assert [count_contexts(short_recipe(pruning_ratio=own, **steps)) for own in (0.5, [0.5, 0.7])] == [7, 7]
 
 
-def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, short_recipe, tmp_path, caplog):
+def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="leank_convert")
     mask = train_one(short_recipe(), tmp_path)
     expected = measure_keys(*load(), 1)
@@ -57,7 +57,7 @@ def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, short_recipe, 
     assert told == [f"keys are centred: their mean was measured on {expected.num_tokens} tokens"]
 
 
-def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask, short_recipe, tmp_path):
+def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask, tmp_path):
     mask = train_one(short_recipe(key_mean=False), tmp_path)
     assert mask.key_mean is None and mask.provenance.key_mean_tokens is None
     assert load_state(TrainingDirectory(tmp_path).state).key_mean is None

@@ -11,8 +11,8 @@ from leank_convert.train.loop import check_run
 from leank_convert.train.ranks import join_ranks
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.state import TrainingDirectory, load_state
-from tests.checks import refusal, run_python
-from tests.leank_convert.train.conftest import EVENTS
+from tests.checks import refusal, run_python, short_recipe
+from tests.leank_convert.train.conftest import EVENTS, RECIPE_OF_TWO, logged_steps
 
 # What launchers are needed for: the rest forks its processes.
 RUN = """
@@ -24,18 +24,16 @@ print("masks", len(train_masks(model, out, recipe=recipe, device="cpu", progress
 
 
 @pytest.fixture(scope="module")
-def alone(once_per_run, recipe_of_two, retriever_folder):
+def alone(once_per_run, retriever_folder):
     return once_per_run(
-        "alone", lambda out: train_mask(retriever_folder, out, recipe=recipe_of_two, progress=False)
+        "alone", lambda out: train_mask(retriever_folder, out, recipe=RECIPE_OF_TWO, progress=False)
     )
 
 
-def test_two_ranks_learn_what_one_learns_from_the_same_samples(
-    recipe_of_two, alone, retriever_folder, tmp_path, read_log
-):
+def test_two_ranks_learn_what_one_learns_from_the_same_samples(alone, retriever_folder, tmp_path):
     out = tmp_path / "two"
     (tmp_path / "run.py").write_text(RUN)
-    (tmp_path / "recipe.yaml").write_text(recipe_of_two.to_yaml())
+    (tmp_path / "recipe.yaml").write_text(RECIPE_OF_TWO.to_yaml())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     given = tmp_path / "run.py", retriever_folder, out, tmp_path / "recipe.yaml"
     done = run_python(*launcher, *given, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -50,16 +48,14 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
     assert (ours.num_answers, ours.dense, ours.pruned) == (theirs.num_answers, theirs.dense, theirs.pruned)
     assert ours.tokens == theirs.tokens
     assert ours.distillation == pytest.approx(theirs.distillation, rel=1e-4)
-    for ours, theirs in zip(read_log(out), read_log(alone), strict=True):
+    for ours, theirs in zip(logged_steps(out), logged_steps(alone), strict=True):
         assert ours["num_tokens"] == theirs["num_tokens"]
         assert ours["num_answer_tokens"] == theirs["num_answer_tokens"]
         assert ours["distillation"] == pytest.approx(theirs["distillation"], rel=1e-4)
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_ends_one_rank_ends_all_with_the_state_saved(
-    event, ended, recipe_of_two, alone, retriever_folder
-):
+def test_what_ends_one_rank_ends_all_with_the_state_saved(event, ended, alone, retriever_folder):
     out, [(first_code, first), (second_code, second)] = ended[event]
     assert first_code == second_code == EVENTS[event], (first, second)
     told = {
@@ -70,7 +66,7 @@ def test_what_ends_one_rank_ends_all_with_the_state_saved(
     assert "told:" not in second
     assert load_state(TrainingDirectory(out).state).step == (4 if event == "signal" else 3)
     # Another number of ranks may go on with it.
-    found = train_mask(retriever_folder, out, recipe=recipe_of_two, resume=True, progress=False)
+    found = train_mask(retriever_folder, out, recipe=RECIPE_OF_TWO, resume=True, progress=False)
     assert torch.equal(found.scaling_factors, load_mask(TrainingDirectory(alone).mask).scaling_factors)
 
 
@@ -89,7 +85,7 @@ def test_what_is_refused_is_told_once(name, message, ended):
     assert not out.exists()
 
 
-def test_what_cannot_be_shared_is_refused(short_recipe, monkeypatch):
+def test_what_cannot_be_shared_is_refused(monkeypatch):
     for changes, message in (
         ({"method": "random"}, "nothing that 2 processes could share"),
         ({"batch_size": 3}, "`batch_size` 3 cannot be shared evenly by 2 processes"),
@@ -108,7 +104,7 @@ def test_what_cannot_be_shared_is_refused(short_recipe, monkeypatch):
         pass
 
 
-def test_ranks_share_every_steps_samples_without_overlap(short_recipe):
+def test_ranks_share_every_steps_samples_without_overlap():
     recipe = short_recipe(batch_size=4, pruning_ratio=[0.5, 0.7], stage1={"steps": 2}, stage2={"steps": 3})
     schedule = Schedule(recipe)
     assert schedule.num_steps == 8

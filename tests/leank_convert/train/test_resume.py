@@ -17,13 +17,10 @@ from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, run
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory, load_state
-from tests.checks import refusal
-from tests.leank_convert.train.conftest import DEATHS, SIGNALS, without_times
+from tests.checks import refusal, short_recipe
+from tests.leank_convert.train.conftest import DEATHS, SIGNALS, fail_at, logged_steps, without_times
 
-
-@pytest.fixture(scope="module")
-def recipe(short_recipe):
-    return short_recipe()
+RECIPE = short_recipe()
 
 
 @pytest.fixture
@@ -33,30 +30,28 @@ def uninterrupted(finished, tmp_path):
 
 
 @pytest.fixture
-def resume(recipe, retriever_folder):
+def resume(retriever_folder):
     """Goes on with the run in a folder."""
 
-    def run(out, recipe=recipe, model=retriever_folder, *, resume=True):
+    def run(out, recipe=RECIPE, model=retriever_folder, *, resume=True):
         return train_masks(model, out, recipe=recipe, resume=resume, progress=False)
 
     return run
 
 
 @pytest.mark.parametrize("death", [f"{event}-{at}" for event, at in DEATHS])
-def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, finished, read_log):
+def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, finished):
     out, [(code, printed)] = ended[death]
     assert code == -signal.SIGKILL, printed
     assert not TrainingDirectory(out).mask.exists()
     resume(out)
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
-    assert without_times(read_log(out)) == without_times(read_log(finished))
+    assert without_times(logged_steps(out)) == without_times(logged_steps(finished))
     assert not list(out.rglob("*.partial"))
 
 
-def test_a_run_of_several_ratios_goes_on_within_stage_two_of_the_second(
-    recipe, resume, finished_mask, tmp_path, fail_at
-):
-    several = recipe.model_copy(update={"pruning_ratio": (0.5, 0.7)})
+def test_a_run_of_several_ratios_goes_on_within_stage_two_of_the_second(resume, finished_mask, tmp_path):
+    several = RECIPE.model_copy(update={"pruning_ratio": (0.5, 0.7)})
     failure = fail_at(graphs, "distil", 16, torch.OutOfMemoryError("CUDA out of memory."))
     with failure, pytest.raises(LeanKError, match="memory does not suffice for step 16"):
         resume(tmp_path, several, resume=False)
@@ -84,7 +79,7 @@ def test_a_mask_in_the_place_of_a_finished_runs_own_is_not_overwritten(resume, u
 
 @pytest.mark.parametrize(("reason", "exit_code", "at"), [case[1:] for case in SIGNALS])
 def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
-    reason, exit_code, at, ended, resume, finished, read_log
+    reason, exit_code, at, ended, resume, finished
 ):
     out, [(code, printed)] = ended[f"{reason}-{at}"]
     assert code == exit_code, printed
@@ -94,10 +89,10 @@ def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
     assert message.endswith(f" at step {at + 1} of 13")
     assert "--resume" in hint
     assert load_state(TrainingDirectory(out).state).step == at + 1
-    assert len(read_log(out)) == at + 1
+    assert len(logged_steps(out)) == at + 1
     resume(out)
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
-    assert without_times(read_log(out)) == without_times(read_log(finished))
+    assert without_times(logged_steps(out)) == without_times(logged_steps(finished))
 
 
 def test_a_second_signal_ends_the_run_at_once(ended):
@@ -106,16 +101,16 @@ def test_a_second_signal_ends_the_run_at_once(ended):
     assert load_state(TrainingDirectory(out).state).step == 3
 
 
-def test_training_works_outside_the_main_thread(resume, tmp_path, recipe):
+def test_training_works_outside_the_main_thread(resume, tmp_path):
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(resume, tmp_path, recipe, resume=False).result()
+        pool.submit(resume, tmp_path, resume=False).result()
     assert TrainingDirectory(tmp_path).mask.exists()
 
 
-def test_the_recipe_of_a_run_at_home_is_found(uninterrupted, recipe, retriever_folder, monkeypatch):
+def test_the_recipe_of_a_run_at_home_is_found(uninterrupted, retriever_folder, monkeypatch):
     monkeypatch.setenv("HOME", str(uninterrupted.parent))
     found = choose_recipe(None, retriever_folder, run="~/uninterrupted", training=True)
-    assert found.stage1 == recipe.stage1
+    assert found.stage1 == RECIPE.stage1
 
 
 def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finished, caplog):
@@ -134,9 +129,9 @@ def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finish
 
 
 def test_resume_refuses_another_recipe_another_model_and_a_damaged_state(
-    recipe, resume, retriever_folder, uninterrupted, tmp_path
+    resume, retriever_folder, uninterrupted, tmp_path
 ):
-    other = Recipe(**{**recipe.model_dump(), "stage1": {"steps": 8, "learning_rate": 0.1}})
+    other = Recipe(**{**RECIPE.model_dump(), "stage1": {"steps": 8, "learning_rate": 0.1}})
     with pytest.raises(LeanKError, match=r"recipe: stage1\.steps was `7`, is `8`"):
         resume(uninterrupted, other)
     bos = b"{{ bos_token }}"
@@ -157,11 +152,9 @@ def test_resume_refuses_another_recipe_another_model_and_a_damaged_state(
         resume(uninterrupted)
 
 
-def test_moved_model_and_another_save_interval_may_resume(
-    recipe, resume, retriever_folder, uninterrupted, tmp_path
-):
+def test_moved_model_and_another_save_interval_may_resume(resume, retriever_folder, uninterrupted, tmp_path):
     moved = shutil.copytree(retriever_folder, tmp_path / "moved")
-    other = recipe.model_copy(update={"save_every": 2})
+    other = RECIPE.model_copy(update={"save_every": 2})
     mask = resume(uninterrupted, other, moved)[uninterrupted]
     assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)
 

@@ -7,6 +7,7 @@ from leank_convert.mask import ChannelMask
 from leank_convert.train.loop import write_result
 from leank_convert.train.scaling import distillation_loss, learning_rate_factor, straight_through
 from leank_convert.train.state import TrainingDirectory
+from tests.checks import short_recipe
 
 
 def test_learning_rate_rises_over_the_first_fifth_falls_over_the_last_and_never_goes_below_a_tenth():
@@ -37,7 +38,7 @@ def test_straight_through_gives_exact_zeros_and_ones_and_passes_the_gradient_to_
 
 
 @pytest.fixture
-def write(tmp_path, short_recipe):
+def write(tmp_path):
     def run(factors, kept, gates=None, **changes):
         channel_mask = torch.zeros(2, 2, 16, dtype=torch.bool)
         channel_mask.view(-1)[:kept] = True

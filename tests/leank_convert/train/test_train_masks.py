@@ -20,11 +20,12 @@ from leank_convert.train.graphs import Gradients, is_bound_by_host
 from leank_convert.train.model import count_bytes, find_model
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory, load_state
-from tests.checks import edit_json, edit_tensors, refusal
+from tests.checks import edit_json, edit_tensors, refusal, short_recipe
+from tests.leank_convert.train.conftest import fail_at, logged_steps
 from tests.tiny_families import TRAINS_LINEAR
 
 
-def test_run_leaves_a_mask_a_log_a_report_and_the_resolved_recipe(finished, short_recipe):
+def test_run_leaves_a_mask_a_log_a_report_and_the_resolved_recipe(finished):
     assert sorted(path.name for path in finished.iterdir()) == ["channel_mask.safetensors", "leank"]
     folder = finished / "leank"
     left = ["log.jsonl", "recipe.yaml", "report.html", "state"]
@@ -56,8 +57,8 @@ def test_mask_is_the_selection_from_the_final_factors_with_provenance(
     assert (known.num_hidden_layers, known.num_attention_heads, known.num_key_value_heads) == (2, 4, 2)
 
 
-def test_log_has_a_row_per_step_of_both_stages(finished, short_recipe, read_log, testbed_tokenizer):
-    recipe, rows = short_recipe(), read_log(finished)
+def test_log_has_a_row_per_step_of_both_stages(finished, testbed_tokenizer):
+    recipe, rows = short_recipe(), logged_steps(finished)
     assert [row["step"] for row in rows] == list(range(1, 14))
     assert [row["stage"] for row in rows] == [1] * 7 + [2] * 6
     assert [row["task"] for row in rows[:3]] == ["retrieval", "multi_value", "retrieval"]
@@ -74,18 +75,16 @@ def test_log_has_a_row_per_step_of_both_stages(finished, short_recipe, read_log,
     assert rows[-1]["learning_rate"] == pytest.approx(0.05 / 1.2)
 
 
-def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
-    train_one, read_log, short_recipe, tmp_path
-):
+def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(train_one, tmp_path):
     recipe = short_recipe(stage1={"steps": 20, "learning_rate": 0.3, "l1_weight": 5.0})
     factors = train_one(recipe, tmp_path).scaling_factors
     assert factors.min() == 0
     assert factors.max() <= 1
-    assert read_log(tmp_path)[19]["mean_factor"] < 0.5
+    assert logged_steps(tmp_path)[19]["mean_factor"] < 0.5
 
 
 def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
-    train_one, short_recipe, tmp_path, monkeypatch
+    train_one, tmp_path, monkeypatch
 ):
     """Straight through for heads that see the middle; neither gradient nor penalty for those that do not."""
     kept = torch.zeros(2, 2, 16, dtype=torch.bool)
@@ -103,7 +102,7 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
-    train_one, finished_mask, read_log, short_recipe, tmp_path, monkeypatch
+    train_one, finished_mask, tmp_path, monkeypatch
 ):
     original, steps = passes.distillation_loss, count(1)
 
@@ -118,20 +117,18 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
     state = load_state(TrainingDirectory(tmp_path).state)
     assert state.step == 4
     assert torch.isfinite(state.scaling_factors).all()
-    assert len(read_log(tmp_path)) == 4
+    assert len(logged_steps(tmp_path)) == 4
     resumed = train_one(recipe, tmp_path, resume=True)
     assert torch.equal(resumed.scaling_factors, finished_mask.scaling_factors)
 
 
-def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, tmp_path):
+def test_bfloat16_weights_train_with_float32_factors(train_one, tmp_path):
     factors = train_one(short_recipe(model={"dtype": "bfloat16"}), tmp_path).scaling_factors
     assert factors.dtype == torch.float32
     assert (factors != factors.bfloat16()).any()
 
 
-def test_mask_of_a_checkpoint_is_left_to_the_export(
-    train_one, finished, finished_mask, short_recipe, tmp_path
-):
+def test_mask_of_a_checkpoint_is_left_to_the_export(train_one, finished, finished_mask, tmp_path):
     """config.json holds the mask's digest; a resumed run returns what it would have written."""
     recipe, out = short_recipe(), shutil.copytree(finished, tmp_path / "out")
     (out / "config.json").write_text("{}")
@@ -155,7 +152,7 @@ def linear_folder(speaking_folder):
 
 
 @pytest.mark.skipif(not TRAINS_LINEAR, reason="this release of transformers is too old")
-def test_a_run_learns_validates_and_answers_held_out_samples(linear_folder, short_recipe, tmp_path, read_log):
+def test_a_run_learns_validates_and_answers_held_out_samples(linear_folder, tmp_path):
     base = short_recipe()
     recipe = short_recipe(
         data={**base.data.model_dump(), "questions_per_context": 2},
@@ -164,25 +161,25 @@ def test_a_run_learns_validates_and_answers_held_out_samples(linear_folder, shor
     mask = train_mask(linear_folder, tmp_path / "out", recipe=recipe, device="cpu", progress=False)
     assert mask.channel_mask.shape == (2, 2, 16) and mask.provenance.layers == [1, 3]
     assert mask.scaling_factors.std() > 0.01
-    steps = read_log(tmp_path / "out")
+    steps = logged_steps(tmp_path / "out")
     assert len(steps) == 7 + 6 and steps[-1]["distillation"] > 0
     assert mask.provenance.held_out.distillation > 0
 
 
-def test_padding_would_go_into_a_state_so_nothing_is_captured(linear_folder, load, short_recipe, monkeypatch):
+def test_padding_would_go_into_a_state_so_nothing_is_captured(linear_folder, load, monkeypatch):
     recipe, (loaded, _) = short_recipe(), load(linear_folder)
     monkeypatch.setattr(type(loaded.model), "device", torch.device("cuda"))
     assert not is_bound_by_host(loaded.model, recipe.data.max_length)
     assert not Gradients(loaded.model, loaded.facts, recipe.data.max_length).captures
 
 
-def test_the_context_of_a_forecast_is_that_of_layers_with_full_attention(linear_folder, short_recipe):
+def test_the_context_of_a_forecast_is_that_of_layers_with_full_attention(linear_folder):
     recipe = short_recipe()
     found = count_bytes(find_model(linear_folder, recipe), recipe, torch.device("cpu"))
     assert found["context"] == 2 * 2 * 2 * 16 * 280 * 4
 
 
-def test_an_older_transformers_is_refused(linear_folder, short_recipe, tmp_path, monkeypatch):
+def test_an_older_transformers_is_refused(linear_folder, tmp_path, monkeypatch):
     monkeypatch.delattr(Cache, "get_recurrent_state", raising=False)
     with refusal(r"layers with linear attention, and transformers 5\.\S+ is too old"):
         train_mask(linear_folder, tmp_path / "out", recipe=short_recipe(), device="cpu", progress=False)
@@ -203,7 +200,7 @@ def lengths(shortest, longest):
     ],
 )
 def test_what_does_not_go_is_refused_before_anything_is_written(
-    changes, options, message, remedy, train_one, short_recipe, tmp_path
+    changes, options, message, remedy, train_one, tmp_path
 ):
     with refusal(message, remedy):
         train_one(short_recipe(**changes), tmp_path / "out", **options)
@@ -222,7 +219,7 @@ def test_what_does_not_go_is_refused_before_anything_is_written(
     ids=str,
 )
 def test_a_model_that_cannot_be_trained_is_refused(
-    change, message, train_one, short_recipe, copy_of, retriever_folder, tmp_path
+    change, message, train_one, copy_of, retriever_folder, tmp_path
 ):
     copied = copy_of(retriever_folder)
     if isinstance(change, dict):
@@ -238,7 +235,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe, tmp_path):
+def test_mask_of_another_origin_is_not_replaced(train_one, resume, tmp_path):
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
     with refusal(r"channel_mask.safetensors` exists and is not of a run", "another folder"):
@@ -266,7 +263,7 @@ NORM = {"method": "static-norm"}
     ids=["weights", "context", "prompt"],
 )
 def test_memory_that_does_not_suffice_is_told_with_what_to_change(
-    owner, name, changes, message, remedy, train_one, short_recipe, tmp_path, fail_at
+    owner, name, changes, message, remedy, train_one, tmp_path
 ):
     failure = fail_at(owner, name, 1, torch.OutOfMemoryError("CUDA out of memory.\nmore"))
     with refusal(message, remedy, exit_code=1), failure:
@@ -274,9 +271,7 @@ def test_memory_that_does_not_suffice_is_told_with_what_to_change(
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_cannot_be_read_are_refused(
-    train_one, short_recipe, copy_of, retriever_folder, tmp_path, monkeypatch
-):
+def test_weights_that_cannot_be_read_are_refused(train_one, copy_of, retriever_folder, tmp_path, monkeypatch):
     """The shard is cut between the check of its header and its reading."""
     original, copied = model.open_checkpoint, copy_of(retriever_folder)
 

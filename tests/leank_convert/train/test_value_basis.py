@@ -21,8 +21,8 @@ from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, fingerprint_run, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
-from tests.checks import refusal
-from tests.leank_convert.train.conftest import stock_attention, stock_cache
+from tests.checks import refusal, short_recipe
+from tests.leank_convert.train.conftest import fail_at, stock_attention, stock_cache
 
 WINDOWS = Windows(4, 16)
 
@@ -71,7 +71,7 @@ def test_directions_are_those_of_what_pruned_tokens_add_to_outputs(
     assert found.num_tokens == sum(map(len, contexts))
 
 
-def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, short_recipe, tmp_path):
+def test_every_other_context_is_text_of_the_recipe_or_else_of_python(load, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The harbour master keeps a book of all ships. " * 200)
     data, drawn, digests = short_recipe().data.model_dump(), [], []
@@ -114,7 +114,7 @@ def test_directions_are_chosen_by_rank_over_the_model(load):
     assert nothing.tolist() == [[64, 0]]
 
 
-def test_what_cannot_be_measured_is_refused(load, speaking_folder, short_recipe, train_one, tmp_path):
+def test_what_cannot_be_measured_is_refused(load, speaking_folder, train_one, tmp_path):
     loaded, samples = load()
     with pytest.raises(LeanKError, match="no context has tokens between sink and recent window, 4 and 4000"):
         measure_values(loaded, samples, Windows(4, 4000))
@@ -124,7 +124,7 @@ def test_what_cannot_be_measured_is_refused(load, speaking_folder, short_recipe,
         measure_values(loaded, samples, WINDOWS)
 
 
-def test_v_of_a_model_with_gates_is_measured_too(speaking_folder, short_recipe, train_one, tmp_path):
+def test_v_of_a_model_with_gates_is_measured_too(speaking_folder, train_one, tmp_path):
     recipe = short_recipe(value_pruning_ratio=0.5, method="static-norm")
     mask = train_one(recipe, tmp_path, model=speaking_folder("qwen3_5_text"))
     assert mask.value_basis is not None and 0.3 < mask.value_pruning_ratio <= 0.6
@@ -160,9 +160,7 @@ def test_gates_of_v_are_learned_on_every_task_and_on_text_whatever_other_ratios_
     assert texts == tasks == [*range(tasks[0], tasks[0] + 240)]
 
 
-def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
-    train_one, short_recipe, load, tmp_path, fail_at, caplog
-):
+def test_a_run_learns_directions_and_the_same_ones_after_a_kill(train_one, load, tmp_path, caplog):
     steps = short_recipe().stage1.steps + short_recipe().stage2.steps
     recipe = short_recipe(value_pruning_ratio=0.5, values={"steps": 4, "l1_weight": 1.0}, save_every=3)
     whole = train_one(recipe, tmp_path / "whole")
@@ -179,7 +177,7 @@ def test_a_run_learns_directions_and_the_same_ones_after_a_kill(
 
 
 @pytest.mark.parametrize("source", ["ours", "foreign"])
-def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, short_recipe, tmp_path, fail_at):
+def test_v_is_learned_beside_a_mask_whose_channels_stay(source, train_one, tmp_path):
     """By the mask's own ratio, windows and mean of keys, whatever the recipe says of them."""
     given = train_one(short_recipe(pruning_ratio=0.5, key_mean=source == "ours"), tmp_path / "given")
     path = tmp_path / "given" / "channel_mask.safetensors"
@@ -244,16 +242,14 @@ def test_windows_of_a_mask_have_to_go_with_the_recipes_lengths():
         choose_recipe(recipe, "testbed", training=True)
 
 
-def test_v_is_not_learned_twice(train_one, short_recipe, tmp_path):
+def test_v_is_not_learned_twice(train_one, tmp_path):
     mask = train_one(short_recipe(value_pruning_ratio=0.5, values={"steps": 0}), tmp_path / "given")
     path = str(tmp_path / "given" / "channel_mask.safetensors")
     with pytest.raises(LeanKError, match=f"prunes V already, {mask.value_pruning_ratio:.1%} of it"):
         train_one(short_recipe(mask=path, value_pruning_ratio=0.5), tmp_path / "out")
 
 
-def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(
-    train_one, short_recipe, load, tmp_path, fail_at, caplog
-):
+def test_a_run_without_gates_of_v_chooses_by_energy_and_measures_it_once(train_one, load, tmp_path, caplog):
     recipe = short_recipe(value_pruning_ratio=0.5, values={"steps": 0})
     whole = train_one(recipe, tmp_path / "whole")
     expected = measure_values(*load(), WINDOWS)
