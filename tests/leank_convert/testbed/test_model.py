@@ -20,11 +20,6 @@ def model():
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
-def held_out(task, count, lengths):
-    rng = random.Random(f"test/{task}")
-    return [build_sample(task, rng, tokens) for tokens in itertools.islice(itertools.cycle(lengths), count)]
-
-
 def test_weights_are_small_and_bfloat16():
     path = MODEL_DIR / "model.safetensors"
     assert path.stat().st_size <= 8 * 1024 * 1024
@@ -43,7 +38,8 @@ def test_written_figures_are_complete_and_as_claimed():
 @pytest.mark.parametrize("task", TASKS)
 def test_generate_answers_held_out_prompts(model, testbed_tokenizer, task):
     right, options = 0, {"return_tensors": "pt", "return_dict": False}
-    for sample in held_out(task, 4, HELD_OUT_LENGTHS):
+    rng = random.Random(f"test/{task}")
+    for sample in (build_sample(task, rng, tokens) for tokens in HELD_OUT_LENGTHS):
         chat = [{"role": "user", "content": sample.prompt}]
         ids = testbed_tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
