@@ -116,10 +116,15 @@ def llama_facts(layers=3, heads=4, head_dim=12, **config):
     return read_model_facts({**known, **config}, origin="config.json")
 
 
-def provenance_of(folder, model=None, **changes):
-    """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
+def provenance_for(facts, model="a/b", **changes):
+    """That of a mask that was learned for a model of these facts, with windows of 4, 16 and 4 tokens."""
     given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}
-    return MaskProvenance.for_model(model or folder.name, facts_of(folder), **given)
+    return MaskProvenance.for_model(model, facts, **given)
+
+
+def provenance_of(folder, model=None, **changes):
+    """The same for a model's folder."""
+    return provenance_for(facts_of(folder), model or folder.name, **changes)
 
 
 def edit_tensors(path, metadata=(), **tensors):
@@ -131,6 +136,13 @@ def edit_tensors(path, metadata=(), **tensors):
         held[name] = change(held[name]).contiguous() if callable(change) else change
     kept = {name: tensor for name, tensor in held.items() if tensor is not None}
     save_file(kept, path, {key: value for key, value in said.items() if value is not None})
+
+
+def changed(tensor, place, value):
+    """A copy of a tensor with another value in one place."""
+    tensor = tensor.clone()
+    tensor[place] = value
+    return tensor
 
 
 def ragged_mask(layers=3, heads=4, head_dim=12, seed=0):

@@ -11,22 +11,7 @@ from safetensors.torch import save_file
 
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, check_mask_fits, load_mask, resolve_mask, save_mask
-from leank_convert.mask_provenance import MaskProvenance
-from tests.checks import edit_tensors, llama_facts, ragged_mask, refusal, refused
-
-
-def provenance(**changes):
-    given = {
-        "method": "leank",
-        "sink_size": 0,
-        "recent_size": 64,
-        "flush_size": 16,
-        "pruning_ratio_asked": 0.7,
-        "width_multiple": 4,
-        "recipe": 'steps: 2\n# ümlaut "quoted"\n',
-        "seed": 0,
-    }
-    return MaskProvenance.for_model("a/b", llama_facts(), **{**given, **changes})
+from tests.checks import changed, edit_tensors, llama_facts, provenance_for, ragged_mask, refusal, refused
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -64,22 +49,16 @@ class Subclass(torch.Tensor):
     pass
 
 
-def changed(position, value):
-    values = torch.ones(2, 3, 4, dtype=torch.float64)
-    values[position] = value
-    return values
-
-
 NOT_PLAIN = "is not a pickle of one plain tensor"
 SEVERAL = {"a": torch.ones(1, 2, 3), "b": torch.ones(1)}
-ONES = torch.ones(2, 3, 4)
+ONES = torch.ones(2, 3, 4, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("m.pth", changed((1, 2, 3), 0.5), "value 0.5 at [1, 2, 3] is not 0 or 1"),
-        ("m.safetensors", changed((0, 2, 0), math.nan), "value nan at [0, 2, 0] is not 0 or 1"),
+        ("m.pth", changed(ONES, (1, 2, 3), 0.5), "value 0.5 at [1, 2, 3] is not 0 or 1"),
+        ("m.safetensors", changed(ONES, (0, 2, 0), math.nan), "value nan at [0, 2, 0] is not 0 or 1"),
         ("m.pth", torch.ones(1).expand(10**4, 10**4, 10**4), "exceeds any model's: at most 4096 layers"),
         ("m.pth", ONES.to(torch.float8_e4m3fn), "has dtype float8_e4m3fn"),
         ("m.npy", np.ones((2, 3, 4), dtype=[("a", "f4")]), "is not an array of numbers"),
@@ -150,7 +129,7 @@ def test_a_mask_is_bool_and_its_factors_finite_float32(mask, factors):
 
 
 def test_a_mask_of_another_model_is_refused():
-    mask = ChannelMask(ragged_mask(), None, provenance())
+    mask = ChannelMask(ragged_mask(), None, provenance_for(llama_facts()))
     origins = {"mask_origin": "m.pth", "model_origin": "a/model"}
     check_mask_fits(mask, llama_facts(), **origins)
     check_mask_fits(ChannelMask(ragged_mask()), llama_facts(model_type="qwen2"), **origins)
@@ -194,7 +173,7 @@ def test_plain_tensors_however_stored_are_imported(tmp_path):
 )
 def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, key, text, message):
     path = tmp_path / "m.safetensors"
-    save_mask(ChannelMask(ragged_mask(), None, provenance()), path)
+    save_mask(ChannelMask(ragged_mask(), None, provenance_for(llama_facts())), path)
     edit_tensors(path, {key: text})
     refused(load_mask, path, message)
 
@@ -206,7 +185,7 @@ def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, key, text, m
 def test_rotated_channels_lie_such_that_halves_are_pairs(model_type, partial, order):
     keys = {} if partial is None else {"partial_rotary_factor": partial}
     rope = {"rope_type": "default", "rope_theta": 1e4, **keys}
-    known = dataclasses.replace(provenance(), model_type=model_type, rope_parameters=rope)
+    known = dataclasses.replace(provenance_for(llama_facts()), model_type=model_type, rope_parameters=rope)
     mask = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(ChannelMask(mask, None, known).rotated_channels, mask[..., order])
     assert torch.equal(ChannelMask(mask).rotated_channels, mask)

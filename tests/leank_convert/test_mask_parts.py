@@ -21,6 +21,7 @@ from leank_convert.report.mask_report import write_report
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
 from tests.checks import (
+    changed,
     edit_tensors,
     facts_of,
     failed,
@@ -54,12 +55,6 @@ def masks(source):
     mean = torch.randn(factors.shape, generator=generator).half()
     centred = ChannelMask(plain.channel_mask, factors, known, mean)
     return {"key_mean": centred, "values": prune_values(plain, source)}
-
-
-def changed(tensor, place, value):
-    tensor = tensor.clone()
-    tensor[place] = value
-    return tensor
 
 
 @pytest.mark.parametrize("part", WITHOUT)

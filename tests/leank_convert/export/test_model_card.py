@@ -16,9 +16,8 @@ from leank_convert.export.model_card import build_model_card, escaped
 from leank_convert.export.source_card import Source, find_base_model, read_licence
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.windows import Windows
-from tests.checks import llama_facts
+from tests.checks import llama_facts, provenance_for
 
 FACTS = llama_facts(2, 2, 8, model_type="qwen2")
 ASKED = {"tasks": ("retrieval",), "min_length": 200, "max_length": 280, "seed": 1_000_000}
@@ -30,8 +29,7 @@ HELD_OUT = HeldOut(**ASKED, **FOUND, **TOLD)
 def card(name="owner/model", *, mask_model=None, about=None, leank=None, **known):
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
     mask[0, 0] = mask[1, 1, :4] = True
-    given = {"method": "imported", "sink_size": 4, "recent_size": 16, "flush_size": 1, **known}
-    provenance = MaskProvenance.for_model(mask_model or name, FACTS, **given)
+    provenance = provenance_for(FACTS, mask_model or name, **{"method": "imported", **known})
     known_mask = ChannelMask(mask, provenance=provenance)
     about = Source(name, **about or {})
     return build_model_card(about, known_mask, FACTS, Windows(4, 16, 2), element_bytes=2, leank=leank or {})
@@ -55,8 +53,7 @@ def test_the_card_warns_of_adapters_where_heads_moved():
     assert "KV heads are in another order than in it's \\| &lt;b>, so an adapter" in text
     assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
     assert "`leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`" in text
-    known = MaskProvenance.for_model("m", FACTS, method="x", sink_size=4, recent_size=16, flush_size=2)
-    ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool), provenance=known)
+    ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool), provenance=provenance_for(FACTS, "m"))
     text = build_model_card(Source("m"), ordered, FACTS, Windows(4, 16, 2), element_bytes=2)
     assert "adapter" not in text and "The weights are the original ones. The cache" in text
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from leank_convert.mask import ChannelMask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.report.figures import STYLE
 from leank_convert.report.mask_report import write_report
 from leank_convert.train.log import TrainingLog, read_log
-from tests.checks import llama_facts
+from tests.checks import llama_facts, provenance_for
 from tests.leank_convert.report.records import make_records
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -59,14 +58,11 @@ def make_mask(shape=(4, 4, 64), *, known=True, factors=True, asked=0.7):
     for head in range(shape[0] * shape[1]):
         width = shape[2] // 4 * (head % 3)
         kept.view(-1, shape[2])[head, values.view(-1, shape[2])[head].topk(width).indices] = True
-    provenance = None
-    if known:
-        given = {"method": "leank", "sink_size": 16, "recent_size": 64, "flush_size": 8}
-        given |= {"pruning_ratio_asked": asked, "width_multiple": shape[2] // 4, "seed": 3}
-        known = MaskProvenance.for_model(
-            "Llama <3>", llama_facts(*shape[:2]), **given, recipe="seed: 3 # <b>&\n"
-        )
-        provenance = replace(known, versions={"torch": "2.0"}, head_dim=shape[2])
+    told = {"pruning_ratio_asked": asked, "width_multiple": shape[2] // 4, "seed": 3}
+    told |= {"recipe": "seed: 3 # <b>&\n", "versions": {"torch": "2.0"}}
+    windows = {"sink_size": 16, "recent_size": 64, "flush_size": 8}
+    provenance = provenance_for(llama_facts(*shape[:2]), "Llama <3>", **windows, **told)
+    provenance = replace(provenance, head_dim=shape[2]) if known else None
     return ChannelMask(kept, values if factors else None, provenance)
 
 

@@ -9,7 +9,6 @@ from transformers import DynamicCache
 
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, load_mask
-from leank_convert.mask_provenance import MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train import graphs, value_basis
 from leank_convert.train.choice import choose_recipe
@@ -21,7 +20,7 @@ from leank_convert.train.split_attention import Student
 from leank_convert.train.state import TrainingDirectory, fingerprint_run, load_state
 from leank_convert.train.value_basis import ValueBasis, choose_value_widths, measure_values
 from leank_convert.windows import Windows
-from tests.checks import refusal, short_recipe
+from tests.checks import provenance_for, refusal, short_recipe
 from tests.leank_convert.train.conftest import fail_at, stock_attention, stock_cache
 
 WINDOWS = Windows(4, 16)
@@ -137,9 +136,8 @@ def test_directions_may_be_chosen_by_what_was_learned_of_them(load):
     factors = torch.zeros(loaded.facts.mask_shape)
     factors[..., 1::2] = 1.0  # every second, and of one head all
     factors[0, 0] = 0.9
-    facts, every = loaded.facts, torch.ones(loaded.facts.mask_shape, dtype=torch.bool)
-    known = MaskProvenance.for_model("a/b", facts, method="leank", **Windows().sizes)
-    pruned = found.prune(ChannelMask(every, provenance=known), 0.5, factors)
+    every = torch.ones(loaded.facts.mask_shape, dtype=torch.bool)
+    pruned = found.prune(ChannelMask(every, provenance=provenance_for(loaded.facts)), 0.5, factors)
     order = [*range(1, head_dim, 2), *range(0, head_dim, 2)]
     basis = found.directions[..., order]
     basis[0, 0] = found.directions[0, 0]
