@@ -108,9 +108,9 @@ def train_one(retriever_folder):
 
 
 def logged_steps(out):
-    """The steps in log.jsonl, read by itself."""
+    """The steps in log.jsonl, read by itself, without what differs from run to run."""
     rows = map(json.loads, (out / "leank" / "log.jsonl").read_text().splitlines())
-    return [row for row in rows if "kind" not in row]
+    return [{key: row[key] for key in row if key != "seconds"} for row in rows if "kind" not in row]
 
 
 @contextmanager
@@ -129,11 +129,6 @@ def stock_cache(loaded, input_ids):
     with torch.no_grad(), stock_attention(loaded.model):
         loaded.model.base_model(input_ids=input_ids[None], cache=cache, use_cache=True)
     return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
-
-
-def without_times(rows):
-    """A log's rows without what differs from run to run."""
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from leank_convert.train import graphs, run
 from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory, load_state
 from tests.checks import refusal, short_recipe
-from tests.leank_convert.train.conftest import DEATHS, SIGNALS, fail_at, logged_steps, without_times
+from tests.leank_convert.train.conftest import DEATHS, SIGNALS, fail_at, logged_steps
 
 RECIPE = short_recipe()
 
@@ -46,7 +46,7 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, fi
     assert not TrainingDirectory(out).mask.exists()
     resume(out)
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
-    assert without_times(logged_steps(out)) == without_times(logged_steps(finished))
+    assert logged_steps(out) == logged_steps(finished)
     assert not list(out.rglob("*.partial"))
 
 
@@ -92,7 +92,7 @@ def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
     assert len(logged_steps(out)) == at + 1
     resume(out)
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
-    assert without_times(logged_steps(out)) == without_times(logged_steps(finished))
+    assert logged_steps(out) == logged_steps(finished)
 
 
 def test_a_second_signal_ends_the_run_at_once(ended):
