@@ -75,55 +75,49 @@ def model_pair():
     return build_pair
 
 
-@pytest.fixture
-def coded_pair(model_pair):
-    """A pair by what its cache codes, `coded_pair("fp8 static centred")`, keys of channels of many sizes.
+def coded_pair(codec, widths=WIDTHS, *family, head_dim=16, **config):
+    """A pair by what its cache codes, `coded_pair("fp8 static centred")`, keys of channels of many sizes."""
+    kv_dtype, _, constants = codec.partition(" ")
+    if kv_dtype == "int4" and not family:
+        widths, head_dim = INT4_WIDTHS, 80
+    pair = build_pair(random_mask(widths, head_dim), *family, **config)
+    if "values" in constants:
+        kept = [
+            [bool(width) * (layer + head) % 5 for head, width in enumerate(row)]
+            for layer, row in enumerate(widths)
+        ]
+        block = {"value_widths": [[head_dim // 4 * quarters for quarters in row] for row in kept]}
+        pair.leank.config.leank = {**pair.leank.config.leank, **block}
+    if kv_dtype != "auto" or "centred" in constants:
+        put_constants(pair, constants, is_scaled=not family)
+    if "rotated" in constants:
+        rotate_values(pair)
+    return pair
+
+
+def put_constants(pair, constants, *, is_scaled):
+    """Have the cache code by constants of the model, of keys and values that are scaled by channel, or not.
 
     In double where numbers are rounded: those that nearly agree would be rounded apart now and then.
     """
-
-    def code(codec, widths=WIDTHS, *family, head_dim=16, **config):
-        kv_dtype, _, constants = codec.partition(" ")
-        if kv_dtype == "int4" and not family:
-            widths, head_dim = INT4_WIDTHS, 80
-        masks = random_mask(widths, head_dim)
-        pair = model_pair(masks, *family, **config)
-        if "values" in constants:
-            kept = [
-                [bool(width) * (layer + head) % 5 for head, width in enumerate(row)]
-                for layer, row in enumerate(widths)
-            ]
-            block = {"value_widths": [[head_dim // 4 * quarters for quarters in row] for row in kept]}
-            pair.leank.config.leank = {**pair.leank.config.leank, **block}
-        if kv_dtype == "auto" and "centred" not in constants:
-            return pair
-        pair.leank.double()
-        generator = torch.Generator().manual_seed(1)
-        factors = 2.0 ** torch.randint(-3, 3, (3 * head_dim, 1), generator=generator)
-        for model in () if family else (pair.leank, pair.dense):
-            for layer in model.model.layers:
-                layer.self_attn.k_proj.weight.data.mul_(factors)
-                layer.self_attn.v_proj.weight.data.mul_(factors.flip(0))
-        block = pair.leank.config.leank
-        if "centred" in constants:
-            pair.leank.key_means = [*(torch.randn(masks[:, None].shape, generator=generator) * 4)]
-            block = {**block, "key_mean": True}
-        if "static" in constants:
-            block = {**block, "kv_dtype": "fp8", "kv_scales": {"num_tokens": 1}}
-            for layer in pair.leank.model.layers:
-                for name in SCALE_NAMES:
-                    scale = 2.0 ** torch.randint(-9, 1, (3, head_dim), generator=generator)
-                    layer.self_attn.register_buffer(name, scale)
-        pair.leank.config.leank = block
-        return pair
-
-    def make(codec, *given, **named):
-        pair = code(codec, *given, **named)
-        if "rotated" in codec:
-            rotate_values(pair)
-        return pair
-
-    return make
+    pair.leank.double()
+    generator, head_dim = torch.Generator().manual_seed(1), pair.masks.shape[-1]
+    factors = 2.0 ** torch.randint(-3, 3, (3 * head_dim, 1), generator=generator)
+    for model in (pair.leank, pair.dense) if is_scaled else ():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.data.mul_(factors)
+            layer.self_attn.v_proj.weight.data.mul_(factors.flip(0))
+    block = pair.leank.config.leank
+    if "centred" in constants:
+        pair.leank.key_means = [*(torch.randn(pair.masks[:, None].shape, generator=generator) * 4)]
+        block = {**block, "key_mean": True}
+    if "static" in constants:
+        block = {**block, "kv_dtype": "fp8", "kv_scales": {"num_tokens": 1}}
+        for layer in pair.leank.model.layers:
+            for name in SCALE_NAMES:
+                scale = 2.0 ** torch.randint(-9, 1, (3, head_dim), generator=generator)
+                layer.self_attn.register_buffer(name, scale)
+    pair.leank.config.leank = block
 
 
 def rotate_values(pair):

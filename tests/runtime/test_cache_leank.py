@@ -8,6 +8,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
+from tests.runtime.conftest import coded_pair
 from tests.runtime.tiny_inputs import assert_close, feed, ids, padded
 from tests.tiny_families import random_mask
 
@@ -131,7 +132,7 @@ class TestOwnChannelMasks:
         ours = model.generate(ids(2, 30), cache=cache, **GREEDY)
         assert torch.equal(ours, expected)
 
-    def test_v_stays_pruned_but_where_the_model_kept_nothing_or_it_is_asked_to_be_whole(self, coded_pair):
+    def test_v_stays_pruned_but_where_the_model_kept_nothing_or_it_is_asked_to_be_whole(self):
         pair = coded_pair("auto values", prune="deferred")
         pruned = pair.leank.config.leank["value_widths"]
         for prune_values in (True, False):

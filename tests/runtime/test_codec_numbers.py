@@ -13,6 +13,7 @@ from runtime.codec_leank import Int4
 from runtime.fp8_leank import key_scale_of, reread, scale_of
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.tools import concatenate
+from tests.runtime.conftest import coded_pair
 from tests.runtime.conversation import NUMBERS, in_eight_bits
 from tests.runtime.tiny_inputs import feed, ids
 
@@ -124,7 +125,7 @@ def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair):
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int4"])
-def test_what_is_not_finite_stays_in_its_row(codec, coded_pair):
+def test_what_is_not_finite_stays_in_its_row(codec):
     model = coded_pair(codec).leank
     head_dim = model.build_cache().layers[0].model_mask.shape[-1]
     states = [torch.randn(2, 3, 90, head_dim, generator=torch.Generator().manual_seed(n)) for n in range(3)]
@@ -142,7 +143,7 @@ def test_what_is_not_finite_stays_in_its_row(codec, coded_pair):
 
 
 @pytest.mark.parametrize("codec", ["fp8", "fp8 static", "int4"])
-def test_the_config_the_generation_config_and_arguments_choose(codec, coded_pair):
+def test_the_config_the_generation_config_and_arguments_choose(codec):
     model = coded_pair(codec).leank
     if codec == "int4":
         model.config.leank = {**model.config.leank, "kv_dtype": "int4"}
@@ -156,7 +157,7 @@ def test_the_config_the_generation_config_and_arguments_choose(codec, coded_pair
         model.generate(ids(1, 20), cache=cache, kv_dtype="auto" if other == "fp8" else "fp8")
 
 
-def test_what_is_no_dtype_or_does_not_go_together_is_refused(coded_pair):
+def test_what_is_no_dtype_or_does_not_go_together_is_refused():
     model = coded_pair("fp8").leank
     block = {**model.config.leank, "kv_dtype": "int3"}
     for refused in (
@@ -173,7 +174,7 @@ def test_what_is_no_dtype_or_does_not_go_together_is_refused(coded_pair):
         concatenate(caches)
 
 
-def test_constants_of_a_checkpoint_that_cannot_be_used_are_refused(coded_pair):
+def test_constants_of_a_checkpoint_that_cannot_be_used_are_refused():
     model = coded_pair("fp8 static").leank
     attention = model.model.layers[1].self_attn
     for value in (0.0, -1.0, 3.0, 2.0**-15, 2.0**16, math.inf, math.nan):

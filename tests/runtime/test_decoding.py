@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime import graph_leank, pages_leank
+from tests.runtime.conftest import coded_pair
 from tests.runtime.conversation import Conversation
 from tests.tiny_families import FAMILIES, OPTIONS, some_families
 
@@ -34,15 +35,10 @@ CODECS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def build(coded_pair):
+def build(codec="auto", *family, widths="mixed widths", sizes="usual", **config):
     """A pair by names of what its cache codes, of the channels that it keeps and of window sizes."""
-
-    def build(codec="auto", *family, widths="mixed widths", sizes="usual", **config):
-        sink, recent, flush = SIZES[sizes]
-        return coded_pair(codec, WIDTHS[widths], *family, sink=sink, recent=recent, flush=flush, **config)
-
-    return build
+    sink, recent, flush = SIZES[sizes]
+    return coded_pair(codec, WIDTHS[widths], *family, sink=sink, recent=recent, flush=flush, **config)
 
 
 def tokens_one_by_one(start):
@@ -147,13 +143,13 @@ def follow(way, pair, **options):
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_way_from_every_cache_follows_the_rule(codec, way, build):
+def test_every_way_from_every_cache_follows_the_rule(codec, way):
     follow(way, build(codec), kv_dtype=codec.split()[0])
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("codec", ["auto", "auto centred", "fp8", "fp8 static centred"])
-def test_captured_steps_of_kernels_follow_the_rule(codec, way, graphs, build, monkeypatch):
+def test_captured_steps_of_kernels_follow_the_rule(codec, way, graphs, monkeypatch):
     if codec != "auto":
         monkeypatch.setattr(graph_leank, "fuse_weights", lambda *_: False)  # as the stock class computes
     talk = follow(way, build(codec), kv_dtype=codec.split()[0])
@@ -166,7 +162,7 @@ def test_captured_steps_of_kernels_follow_the_rule(codec, way, graphs, build, mo
     [(sizes, False) for sizes in SIZES if sizes != "usual"]
     + [(sizes, True) for sizes in ("nothing but flush 1", "long sink", "huge ring")],
 )
-def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, build, monkeypatch, request):
+def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, monkeypatch, request):
     """In pages of four tokens, so that sinks fill, rings go round and windows grow while decoding."""
     monkeypatch.setattr(pages_leank, "PAGE", 4)
     if is_captured:
@@ -180,13 +176,13 @@ def test_windows_of_every_size_follow_the_rule(sizes, way, is_captured, build, m
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_channels_kept_of_any_number_follow_the_rule(widths, build):
+def test_channels_kept_of_any_number_follow_the_rule(widths):
     follow(turns_with_padding_between, build(widths=widths))
     follow(tokens_one_by_one, build(widths=widths, groups=1))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_family_follows_the_rule(architecture, build):
+def test_every_family_follows_the_rule(architecture):
     options = OPTIONS.get(architecture.model_type, {})
     Conversation(build("auto", architecture.stem, 3, **options)).turns(29, *[1] * 12, 9).check()
 
@@ -194,14 +190,14 @@ def test_every_family_follows_the_rule(architecture, build):
 # Whose attention differs in what a codec meets: biases, sinks, and layers beside pruned ones.
 @pytest.mark.parametrize("architecture", some_families("qwen2", "phi3", "gpt_oss", "gemma3_text"))
 @pytest.mark.parametrize("codec", ["auto centred", "fp8", "fp8 centred", "int4"])
-def test_families_decode_from_every_cache(codec, architecture, build):
+def test_families_decode_from_every_cache(codec, architecture):
     pair = build(codec, architecture.stem, **OPTIONS.get(architecture.model_type, {}))
     # Sliding windows count padding between turns.
     Conversation(pair, 2, kv_dtype=codec.split()[0]).turns((40, 27), 1, 1, 5, 1).check()
 
 
 @pytest.mark.parametrize("chunks", [[9, 9, 9], [26, 1], [1, 26], [13, 14]], ids=str)
-def test_deferred_chunks_equal_one_prefill_where_its_length_is_known(chunks, build):
+def test_deferred_chunks_equal_one_prefill_where_its_length_is_known(chunks):
     talk, skipped = Conversation(build(), 2, prune="deferred"), 17  # its prompt is the last ten columns
     talk.cache.prefill_length = 27
     for first, last in zip([0, *accumulate(chunks)], accumulate(chunks), strict=False):
@@ -210,13 +206,13 @@ def test_deferred_chunks_equal_one_prefill_where_its_length_is_known(chunks, bui
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(prune, build):
+def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(prune):
     talk = Conversation(build(), prune=prune)
     talk.cache.prefill_length = 21
     talk.turns(26, 1, 1, 12).check()
 
 
-def test_the_restatement_notices_pruned_channels(build):
+def test_the_restatement_notices_pruned_channels():
     talk = Conversation(build()).turns(31, *[1] * 30)
     (pruned,), (dense,) = talk.expected(), talk.expected(torch.ones_like(talk.pair.masks))
     assert torch.equal(pruned[:31], dense[:31])

@@ -11,6 +11,7 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
 from tests.runtime import tiny_inputs
+from tests.runtime.conftest import coded_pair
 from tests.runtime.on_gpu import MASK_WIDTHS, ids, no_waiting, padded
 from tests.runtime.tiny_inputs import assert_close, feed_both, feed_turns
 from tests.tiny_families import FAMILIES, OPTIONS
@@ -75,7 +76,7 @@ def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(dtype, is_padded, mo
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_steps_whose_v_is_rotated_are_replayed(kv_dtype, coded_pair):
+def test_steps_whose_v_is_rotated_are_replayed(kv_dtype):
     model = coded_pair("auto values rotated", MASK_WIDTHS, head_dim=64).leank.to("cuda", torch.float16)
     turns = [50, *[1] * 30, 5, *[1] * 10]
     cache = model.build_cache(kv_dtype=kv_dtype)
