@@ -134,6 +134,19 @@ def rotate_values(pair):
         output.data = torch.einsum("ohgd,hde->ohge", columns, basis).flatten(1)
 
 
+# Whose decode steps are fused.
+FUSED = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
+
+
+def fused_model(masks, family="Llama", **config):
+    """A model of one of them, whose norms and biases are not 1 or 0 as in a new model."""
+    model = build_pair(masks, family, **config).leank
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 0.5)
+    return model
+
+
 @pytest.fixture
 def model(model_pair):
     """Of two layers, whose heads keep as many channels as `WIDTHS` says."""

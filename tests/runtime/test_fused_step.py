@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -13,9 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
+from tests.runtime.conftest import FUSED, fused_model
 from tests.runtime.tiny_inputs import WIDTHS, feed, feed_both, feed_turns, ids, padded
-
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
 
 @pytest.fixture
@@ -26,16 +26,7 @@ def fused_steps(graphs, monkeypatch):
     return noted.call_args_list
 
 
-@pytest.fixture
-def build(model_pair):
-    def build(family="Llama", **config):
-        model = model_pair(WIDTHS, family, **config).leank
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:  # which are 1 or 0 in a new model
-                torch.nn.init.normal_(parameter, 0.5)
-        return model
-
-    return build
+build = partial(fused_model, WIDTHS)
 
 
 def compare(model, columns=1, rows=2, **how):
@@ -56,8 +47,8 @@ def decode(model, cache):
 @pytest.mark.parametrize(
     ("family", "config", "how"),
     [
-        *((family, {}, {}) for family in FAMILIES),
-        *((family, {}, {"columns": 3, "mask": padded(27, 7, 20)}) for family in FAMILIES),
+        *((family, {}, {}) for family in FUSED),
+        *((family, {}, {"columns": 3, "mask": padded(27, 7, 20)}) for family in FUSED),
         ("Llama", {}, {"rows": 3}),
         ("Llama", {}, {"logits_to_keep": 1}),
         ("Qwen3", {}, {"columns": 2}),  # all of a captured step's
@@ -70,7 +61,7 @@ def decode(model, cache):
     ],
     ids=str,
 )
-def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused_steps, build):
+def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused_steps):
     own = {"value_widths": config["value_widths"]} if "value_widths" in config else {}
     model = build(family, **{key: value for key, value in config.items() if key not in own})
     model.config.leank = {**model.config.leank, **own}
@@ -79,14 +70,14 @@ def test_a_fused_step_gives_what_the_stock_step_gives(family, config, how, fused
     assert len(fused_steps) == 2  # the warm-up and the capture
 
 
-def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
+def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = build("Phi3", rope_parameters=rope)
     decode(model, model.build_cache())
     assert not fused_steps
 
 
-def test_a_model_without_a_head(fused_steps, build):
+def test_a_model_without_a_head(fused_steps):
     whole = build()
     model = LeanKLlamaModel(whole.config).eval()
     model.load_state_dict(whole.model.state_dict())
@@ -115,7 +106,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_other_models_take_the_stock_forward_pass(change, fused_steps, build):
+def test_other_models_take_the_stock_forward_pass(change, fused_steps):
     model = build()
     change(model.model.layers[1])
     compare(model)
@@ -127,7 +118,7 @@ def test_other_models_take_the_stock_forward_pass(change, fused_steps, build):
     ("patched", "package"),
     [(LlamaMLP, "tests"), (LlamaModel, "transformers_modules"), (LlamaForCausalLM, "tests")],
 )
-def test_a_patched_class_is_run(patched, package, fused_steps, build, monkeypatch):
+def test_a_patched_class_is_run(patched, package, fused_steps, monkeypatch):
     model, forward = build(), patched.forward
 
     def other(*args, **kwargs):
@@ -146,7 +137,7 @@ def storages(model) -> int:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path):
+def test_fused_weights_are_the_models_own(family, fused_steps, tmp_path):
     model = build(family)
     before, held = {name: value.clone() for name, value in model.state_dict().items()}, storages(model)
     parameters = dict(model.named_parameters())
@@ -173,7 +164,7 @@ def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path):
     assert storages(model) == 2 * held
 
 
-def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path):
+def test_who_saves_fused_weights_saves_each_once(fused_steps, tmp_path):
     def size(tensors):
         torch.save(tensors, file := io.BytesIO())
         return file.tell()
@@ -197,7 +188,7 @@ def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])
-def test_weights_that_lie_transposed(name, fused_steps, build):
+def test_weights_that_lie_transposed(name, fused_steps):
     model = build()
     linear = model.model.layers[1].get_submodule(name)
     linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
@@ -205,7 +196,7 @@ def test_weights_that_lie_transposed(name, fused_steps, build):
     assert len(fused_steps) == 2
 
 
-def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, build):
+def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps):
     model, token = build(), ids(2, 1)
     cache, embeds = model.build_cache(), model.get_input_embeddings()(token).detach()
     with torch.no_grad():
@@ -221,7 +212,7 @@ def backward(model):
     model.train()(ids(1, 5), labels=ids(1, 5)).loss.backward()
 
 
-def test_models_that_share_parameters_share_fused_ones(fused_steps, build):
+def test_models_that_share_parameters_share_fused_ones(fused_steps):
     model = build()
     compare(model)
     other = LeanKLlamaModel(model.config).eval()
@@ -237,7 +228,7 @@ def test_models_that_share_parameters_share_fused_ones(fused_steps, build):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build):
+def test_weights_fused_in_inference_mode_can_be_trained(fused_steps):
     model = build()
     with torch.inference_mode():
         decode(model, model.build_cache())
@@ -249,7 +240,7 @@ def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build):
     compare(model.eval())
 
 
-def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(fused_steps, build, monkeypatch):
+def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(fused_steps, monkeypatch):
     model = build()
     cat = torch.cat
 

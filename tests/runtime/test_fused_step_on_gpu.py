@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from runtime.find_kernels_leank import find_kernels
 from runtime.self_check_leank import in_parts
+from tests.runtime.conftest import FUSED, fused_model
 from tests.runtime.decode_cases import make_case
 from tests.runtime.on_gpu import MASK_WIDTHS, ids, padded
 from tests.runtime.tiny_inputs import feed_turns
@@ -19,22 +20,11 @@ pytestmark = [
     pytest.mark.skipif(find_spec("tilelang") is None, reason="kernels are compiled by tilelang"),
 ]
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 DTYPES = [torch.bfloat16, torch.float16]
-SINK, RECENT, FLUSH = 3, 6, 4
 
 
-@pytest.fixture
-def build(model_pair):
-    def build(family="Llama", dtype=torch.bfloat16, layers=1, **config):
-        windows = {"sink": SINK, "recent": RECENT, "flush": FLUSH}
-        model = model_pair(MASK_WIDTHS * layers, family, head_dim=64, **windows, **config).leank
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:  # which are 1 or 0 in a new model
-                torch.nn.init.normal_(parameter, 0.5)
-        return model.to("cuda", dtype)
-
-    return build
+def build(family="Llama", dtype=torch.bfloat16, layers=1, **config):
+    return fused_model(MASK_WIDTHS * layers, family, head_dim=64, **config).to("cuda", dtype)
 
 
 def kernels_of(dtype):
@@ -136,8 +126,8 @@ def decode(model, cache, steps, mask=None, prompt=50, rows=3):
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replayed_steps_are_as_exact_as_stock_steps(family, dtype, is_padded, build):
+@pytest.mark.parametrize("family", FUSED)
+def test_replayed_steps_are_as_exact_as_stock_steps(family, dtype, is_padded):
     model, steps = build(family, dtype), 120
     mask = padded(50 + steps, 60) if is_padded else None
     real = slice(None) if mask is None else mask[:, 50:].bool()
@@ -157,7 +147,7 @@ def test_replayed_steps_are_as_exact_as_stock_steps(family, dtype, is_padded, bu
     assert torch.equal(ours.argmax(-1)[clear], stock.argmax(-1)[clear])
 
 
-def test_a_fused_step_is_few_kernels(build):
+def test_a_fused_step_is_few_kernels():
     layers = 16
     model = build(layers=layers // 2)
     cache = model.build_cache()
@@ -175,7 +165,7 @@ def test_a_fused_step_is_few_kernels(build):
     assert len(names) <= 20 * layers + 80, sorted(names)
 
 
-def test_nothing_is_compiled_again_for_another_batch_length_or_size(build, monkeypatch):
+def test_nothing_is_compiled_again_for_another_batch_length_or_size(monkeypatch):
     tilelang = pytest.importorskip("tilelang")
     decode(*(lambda model: (model, model.build_cache()))(build()), 4)
     compiled = []
@@ -188,7 +178,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_size(build, monke
     assert not compiled
 
 
-def test_fused_weights_are_held_once(build):
+def test_fused_weights_are_held_once():
     model = build(layers=4, hidden_size=1536, intermediate_size=8192)
     before = torch.cuda.memory_allocated()
     cache = model.build_cache()
