@@ -1,7 +1,6 @@
 """A whole short run: what it leaves behind and refuses, also of a model that is half linear attention."""
 
 import shutil
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import Cache
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
-from leank_convert.mask import load_mask, save_mask
+from leank_convert.mask import save_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_mask
 from leank_convert.recipe import Recipe
@@ -136,7 +135,7 @@ def test_mask_of_a_checkpoint_is_left_to_the_export(train_one, finished, finishe
         train_one(recipe, out, resume=True)
     (out / "config.json").write_text('{"leank": {}}')
     path = out / "channel_mask.safetensors"
-    save_mask(replace(finished_mask, provenance=None), path)
+    save_mask(finished_mask.noting(evaluation="of an export"), path)
     before = path.read_bytes()
     again = train_one(recipe, out, resume=True)
     assert path.read_bytes() == before
