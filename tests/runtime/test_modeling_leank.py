@@ -226,7 +226,12 @@ def test_gradients_of_a_turn_reach_its_own_keys_and_values(model_pair):
 
 
 def test_layers_with_windows_generate_with_the_logits_of_routers(model_pair):
-    model = model_pair([[0, 3, 16], [4, 8, 8]], "GptOss", **OPTIONS["gpt_oss"]).leank
+    pair = model_pair([[0, 3, 16], [4, 8, 8]], "GptOss", **OPTIONS["gpt_oss"])
+    try:
+        pair.dense.generate(one_row(), **GREEDY, output_router_logits=True)
+    except RuntimeError:
+        pytest.skip("the stock class of this release of transformers fails at it, too")
+    model = pair.leank
     expected = model.generate(one_row(), **GREEDY)
     assert torch.equal(model.generate(one_row(), **GREEDY, output_router_logits=True), expected)
     model.config.output_router_logits = True
