@@ -170,7 +170,8 @@ class PlainKernels:
         return keys, values
 
     def copy_row(self, held, keys, values):
-        store, row, length, pruned, sink_size = held.store, held.row, held.length, held.pruned, held.sink_size
+        row, length, pruned, sink_size = held.row, held.length, held.pruned, held.sink_size
+        store = held.store.map_memory(lambda pool: pool.to(keys.dtype))  # older releases cannot index FP8
         token, size = torch.arange(length), store.kept_keys.shape[2]
         page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
         whole = (token < sink_size) | (token >= sink_size + pruned)
@@ -179,15 +180,15 @@ class PlainKernels:
             real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
             if dropped < 0:
                 held = store.kept_keys[page, chunk, token % size][:, real]
-                dense.flatten(1)[:, lanes[real]] = held.to(dense.dtype)
+                dense.flatten(1)[:, lanes[real]] = held
             else:
                 held = store.window_keys[window_page[whole], dropped, token[whole] % size]
-                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real].to(dense.dtype)
+                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real]
         heads = store.head_table[:-1, 9] >= 0
         keys[:length] = dense[:, heads]
-        held = store.values[page, :, token % size].to(values.dtype)
+        held = store.values[page, :, token % size]
         dropped = values.new_zeros(length, *store.window_values.shape[1::2])
-        dropped[whole] = store.window_values[window_page[whole], :, token[whole] % size].to(values.dtype)
+        dropped[whole] = store.window_values[window_page[whole], :, token[whole] % size]
         for head, (value, count, first) in enumerate(store.head_table[:-1][heads][:, [2, 8, 5]].tolist()):
             own = self.head_dim // self.value_chunk(store) - count
             chunks = held[:, value : value + count], dropped[:, first : first + own]
