@@ -216,7 +216,7 @@ def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(pair):
 
 def test_gradients_of_a_turn_reach_its_own_keys_and_values(model_pair):
     pair, found = model_pair([[16] * 3] * 2), []
-    for model in (pair.leank, pair.dense):
+    for model in (pair.leank.double(), pair.dense.double()):
         with torch.no_grad():
             cache = model(one_row())[CACHE]
         states = model.get_input_embeddings()(one_row(5)).detach().requires_grad_()
