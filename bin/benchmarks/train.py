@@ -156,14 +156,14 @@ def differentiate(
 
 def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
     """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
-    facts = setup.geometry.facts
-    factors = draw_factors(facts, model.device).requires_grad_()
+    factors = draw_factors(setup.geometry.facts, model.device).requires_grad_()
     optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
-    gradients = Gradients(model, facts, sample.num_positions)
+    gradients = Gradients(model, setup.geometry.facts, sample.num_positions)
+    student = Student(setup.windows, factors, factors.any(-1))  # all heads go on seeing the middle
 
     def run() -> None:
         optimizer.zero_grad()
-        gradients.add(sample, Student(setup.windows, factors, factors.any(-1)), 1.0)
+        gradients.add(sample, student, 1.0)
         (_L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():

@@ -43,7 +43,7 @@ def load_artifact(artifact: str) -> tuple[ChannelMask, int, str | None]:
     Both are a checkpoint's or a graph's; of a mask alone they are 2 and None, numbers as they come.
 
     Raises:
-        LeanKError: If there is no mask, or it cannot be read.
+        LeanKError: If there is no mask, it cannot be read, or it is not the checkpoint's own.
     """
     folder = user_path(artifact)
     path = resolve_mask(artifact)
