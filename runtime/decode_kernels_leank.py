@@ -54,7 +54,7 @@ class DecodeKernels:
         from .kernel_hopper_leank import hopper_attention
         from .kernel_leank import compile_kernels
         from .kernel_merge_leank import merge_parts
-        from .kernel_product_leank import STEPS, product
+        from .kernel_product_leank import GATED_STEPS, STEPS, product
         from .kernel_turn_leank import attend_turn, copy_rows
 
         self.key = key
@@ -82,6 +82,8 @@ class DecodeKernels:
         # Other GPUs take the library's products.
         self._steps = STEPS if hopper and key.has_glue else {}
         functions += [product(shape.query_type, tokens) for tokens in self._steps]
+        self._gated_steps = GATED_STEPS if self._steps else {}
+        functions += [product(shape.query_type, tokens, gated=True) for tokens in self._gated_steps]
         if not by_tma:
             functions.insert(0, generic_attention(shape))
         kernels = iter(compile_kernels(by_hand, functions, self.arch))
@@ -94,7 +96,8 @@ class DecodeKernels:
         if key.has_turns:
             self._copy_rows = next(kernels)
         # By the most rows of each; products of more are the library's.
-        self.products = dict(zip(self._steps, kernels, strict=True))
+        self.products = dict(zip(self._steps, kernels, strict=False))
+        self.gated_products = dict(zip(self._gated_steps, kernels, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         _made.append(self)
 
@@ -353,6 +356,27 @@ class DecodeKernels:
         with torch.cuda.device(output.device):
             self._silu_mul(gate_up.vectors, output.view(num_tokens, -1, LANES), *gate_up.cut)
         return output
+
+    def gated_product(
+        self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return silu(gate) * up `[T, I]`, by one kernel where an instance takes a block of each.
+
+        Args:
+            states: `[T, m]`, contiguous.
+            weight: Those of gate and, behind them, of up `[2 I, m]`, contiguous.
+            bias: `[2 I]`.
+        """
+        num_tokens, num_outputs = len(states), len(weight) // 2
+        rows = next((rows for rows in self._steps if rows >= num_tokens), None)
+        blocks = -(-num_outputs // BLOCK)
+        if rows not in self._gated_steps or bias is not None or blocks > 2 * self._num_multiprocessors:
+            return self.silu_mul(self.product(states, weight, bias))
+        output = states.new_empty(1, num_tokens, num_outputs)
+        weight, steps = weight.detach(), -(-states.shape[1] // self._gated_steps[rows][0])
+        with torch.cuda.device(states.device):
+            self.gated_products[rows](states, weight, weight.view(-1)[:num_outputs], output, blocks, steps, 0)
+        return output[0]
 
     def product(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

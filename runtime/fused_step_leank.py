@@ -137,11 +137,11 @@ def run_layers(
     for index, layer in enumerate(base.layers):
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
-        attended = attend(index, _product(kernels, normed, *_parts(attention, "qkv_proj", _QKV)))
-        delta = _product(kernels, attended, attention.o_proj)
+        attended = attend(index, _apply(kernels.product, normed, *_parts(attention, "qkv_proj", _QKV)))
+        delta = _apply(kernels.product, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
-        gated = kernels.silu_mul(_product(kernels, normed, *_parts(mlp, "gate_up_proj", _GATE_UP)))
-        delta = _product(kernels, gated, mlp.down_proj)
+        gated = _apply(kernels.gated_product, normed, *_parts(mlp, "gate_up_proj", _GATE_UP))
+        delta = _apply(kernels.product, gated, mlp.down_proj)
     return kernels.add_norm(hidden, delta, *_norm(base.norm))[1]
 
 
@@ -293,9 +293,9 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return first.data.as_strided((whole, *first.shape[1:]), first.stride())
 
 
-def _product(kernels: DecodeKernels, states: torch.Tensor, *modules: nn.Linear) -> Product:
-    """Apply linear modules whose weights lie side by side, as one."""
+def _apply(product: Callable[..., Any], states: torch.Tensor, *modules: nn.Linear) -> Any:
+    """Apply linear modules whose weights lie side by side, as one, by a product of kernels."""
     weight = _joined([module.weight for module in modules])
     assert weight is not None
     bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
-    return kernels.product(states, weight, bias)
+    return product(states, weight, bias)

@@ -18,7 +18,7 @@ from typing import Any
 from .kernel_key_leank import LANES, MAX_NORMED, MAX_PARTS
 from .kernel_leank import WARP, WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
 from .kernel_line_leank import Head, T, loops
-from .kernel_product_leank import add_parts, find_parts, load_parts
+from .kernel_product_leank import add_parts, find_parts, load_parts, silu_mul_of
 
 _NORM_THREADS = 512
 
@@ -409,8 +409,6 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                 gate[i, j] = T.cast(T.cast(gate[i, j], dtype), "float32")
             for i, j in parallel(WARPGROUP, LANES):
                 if block * WARPGROUP + i < vectors:
-                    output[row, block * WARPGROUP + i, j] = T.cast(
-                        gate[i, j] / (1.0 + T.exp(-gate[i, j])), dtype
-                    ) * T.cast(up[i, j], dtype)
+                    output[row, block * WARPGROUP + i, j] = silu_mul_of(gate[i, j], up[i, j], dtype)
 
     return leank_silu_mul

@@ -34,6 +34,7 @@ from .kernel_line_leank import (
     locate_segment,
     locate_tile,
     next_stage,
+    place_in_ring,
 )
 
 # In steps of at most so many tokens K and V are the first to leave L2, where what other kernels read stays.
@@ -152,17 +153,17 @@ def hopper_attention(shape: KernelShape) -> Any:
             # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
             # pages lie takes divisions and a read that others wait for.
             look_up(work, next_pages, 0)
-            wait_ahead()  # launched while the append still ran; tables are older
             for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
                 if t % WARP == 0:
                     T.copy(next_pages, lane_pages)
-                    look_up(work, next_pages, t + WARP)
                 for b in loads:
                     for place in range(Page.SIZE):
                         pages[b, place] = T.shfl_sync(lane_pages[b, place], t % WARP)
                 tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + T.if_then_else(
                     seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
                 )
+                if seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES]:
+                    wait_ahead()  # for the append, which may run still and writes to no pruned tile
                 T.mbarrier_wait_parity(free[stage], phase ^ 1)
                 for few, policy in ((True, "evict_first"), (False, None)):
                     if (work.seen.shape[0] * work.seen.shape[1] <= _FEW_TOKENS) == few:
@@ -171,11 +172,15 @@ def hopper_attention(shape: KernelShape) -> Any:
                             lambda source, target, stage=stage, policy=policy: T.tma_copy(
                                 source, target, barrier=ready[stage], eviction_policy=policy
                             ),
-                            lambda buffer, a, b, start, stop, stage=stage: buffer[stage, a:b, start:stop],
+                            lambda buffer, a, b, start, stop, stage=stage: buffer[
+                                place_in_ring(stage, stages), a:b, start:stop
+                            ],
                             seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES],
                             value_spans,
                         )
                 T.mbarrier_arrive(ready[stage])
+                if t % WARP == 0:
+                    look_up(work, next_pages, t + WARP)
                 next_stage(stage, phase, stages)
 
     @T.macro

@@ -84,6 +84,11 @@ def next_stage(stage: T.Ref, phase: T.Ref, stages: int) -> None:
         phase = phase ^ 1
 
 
+def place_in_ring(stage: Any, stages: int) -> Any:
+    """Return a stage within bounds that TileLang sees: it works addresses of others out by six divisions."""
+    return T.max(T.min(stage, stages - 1), 0)
+
+
 @T.macro
 def stretch_bounds(
     span: Any, program: Any, count: Any, num_heads: Any, table: Any, plan: Any, rows: Any
@@ -95,7 +100,7 @@ def stretch_bounds(
         + plan[rows, 1] * num_heads * table[num_heads, Head.COST]
     )
     # Where tiles are fewer than instances, parts of a head would have no tile.
-    per_instance = T.max((total + count - 1) // count, table[num_heads, Head.COST])
+    per_instance = T.max(T.truncdiv(total + count - 1, count), table[num_heads, Head.COST])
     span[0] = program * per_instance
     span[1] = T.min((program + 1) * per_instance, total)
 
@@ -158,8 +163,8 @@ def locate_segment(work: Any, pair: Any) -> None:
     seg, span, begin, num_heads = work.seg, work.span, work.begin, work.num_heads
     table, seen, plan = work.table, work.seen, work.plan
     cost, pruned_cost, whole_cost, low, high = [T.alloc_var("int32") for _ in range(5)]
-    seg[Seg.ROW] = pair // num_heads
-    seg[Seg.HEAD] = pair % num_heads
+    seg[Seg.ROW] = T.truncdiv(pair, num_heads)
+    seg[Seg.HEAD] = pair - seg[Seg.ROW] * num_heads
     seg[Seg.KEPT] = table[seg[Seg.HEAD], Head.KEPT]
     seg[Seg.NUM_KEPT] = table[seg[Seg.HEAD], Head.NUM_KEPT]
     seg[Seg.VALUE] = table[seg[Seg.HEAD], Head.VALUE]
@@ -186,13 +191,13 @@ def locate_segment(work: Any, pair: Any) -> None:
     high = T.if_then_else(high > 0, T.max(high - HEAD_START * whole_cost, 1), 0)
     seg[Seg.FIRST] = T.if_then_else(
         low <= pruned_cost,
-        (low + cost - 1) // cost,
-        seg[Seg.PRUNED_TILES] + (low - pruned_cost + whole_cost - 1) // whole_cost,
+        T.truncdiv(low + cost - 1, cost),
+        seg[Seg.PRUNED_TILES] + T.truncdiv(low - pruned_cost + whole_cost - 1, whole_cost),
     )
     seg[Seg.STOP] = T.if_then_else(
         high <= pruned_cost,
-        (high + cost - 1) // cost,
-        seg[Seg.PRUNED_TILES] + (high - pruned_cost + whole_cost - 1) // whole_cost,
+        T.truncdiv(high + cost - 1, cost),
+        seg[Seg.PRUNED_TILES] + T.truncdiv(high - pruned_cost + whole_cost - 1, whole_cost),
     )
 
 
@@ -257,17 +262,15 @@ def find_pages(work: Any, pages: Any) -> None:
         if load_tokens < TILE:
             token = T.min(token, (seg[Seg.LENGTH] - 1) // load_tokens * load_tokens)
         if seg[Seg.NUM_KEPT] > 0:
-            pages[load, Page.PAGE] = work.page_table[seg[Seg.ROW], T.truncdiv(token, kept_keys.shape[2])]
-            pages[load, Page.PLACE] = T.truncmod(token, kept_keys.shape[2])
+            pages[load, Page.PAGE] = T.truncdiv(token, kept_keys.shape[2])
+            pages[load, Page.PLACE] = token - pages[load, Page.PAGE] * kept_keys.shape[2]
+            pages[load, Page.PAGE] = work.page_table[seg[Seg.ROW], pages[load, Page.PAGE]]
         if reads_window(tile, seg, len(work.blocks)):
-            pages[load, Page.WINDOW_PAGE] = T.max(
-                T.min(
-                    work.window_table[seg[Seg.ROW], T.truncdiv(token, window_keys.shape[2])],
-                    window_keys.shape[0] - 1,
-                ),
-                0,
-            )
-            pages[load, Page.WINDOW_PLACE] = T.truncmod(token, window_keys.shape[2])
+            pages[load, Page.WINDOW_PAGE] = T.truncdiv(token, window_keys.shape[2])
+            pages[load, Page.WINDOW_PLACE] = token - pages[load, Page.WINDOW_PAGE] * window_keys.shape[2]
+            pages[load, Page.WINDOW_PAGE] = work.window_table[seg[Seg.ROW], pages[load, Page.WINDOW_PAGE]]
+            pages[load, Page.WINDOW_PAGE] = T.min(pages[load, Page.WINDOW_PAGE], window_keys.shape[0] - 1)
+            pages[load, Page.WINDOW_PAGE] = T.max(pages[load, Page.WINDOW_PAGE], 0)
 
 
 def _tokens_of(work: Any, pool: Any, chunk: Any, load: int, lanes: tuple[int, int], in_window: bool) -> Any:

@@ -17,7 +17,7 @@ from .kernel_key_leank import TILE
 from .kernel_key_leank import TURN_QUERIES as QUERIES
 from .kernel_key_leank import TURN_TOKENS as TOKENS
 from .kernel_leank import FULL_ROW, NEG, WARP, WARPGROUP, KernelShape, kernel_fp8, pool_types, scale_types
-from .kernel_line_leank import Head, T, loops, next_stage
+from .kernel_line_leank import Head, T, loops, next_stage, place_in_ring
 
 _MAX_STAGES = 4
 _LN_2 = 0.6931471805599453
@@ -263,11 +263,13 @@ def attend_turn(shape: KernelShape, per_block: int) -> Any:
                         if (c < kept) | ((c < every) & _has_whole(token, sink_size, pruned)):
                             T.tma_copy(
                                 keys[row, token : token + TOKENS, head, c * e : c * e + e],
-                                k[c][stage, :, :],
+                                k[c][place_in_ring(stage, stages), :, :],
                                 barrier=ready[stage],
                             )
                     T.tma_copy(
-                        values[row, token : token + TOKENS, head, 0:d], v[stage, :, :], barrier=ready[stage]
+                        values[row, token : token + TOKENS, head, 0:d],
+                        v[place_in_ring(stage, stages), :, :],
+                        barrier=ready[stage],
                     )
                     T.mbarrier_arrive(ready[stage])
                     next_stage(stage, phase, stages)

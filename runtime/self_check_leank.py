@@ -26,7 +26,7 @@ _WINDOWS = Windows(sink_size=8, recent_size=64, flush_size=4)
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
-_NUM_OUTPUTS = 200
+_NUM_OUTPUTS = 208  # no whole blocks, nor are halves
 
 _Random = Callable[..., torch.Tensor]
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -177,11 +177,16 @@ def _check_glue(kernels: DecodeKernels, step: _Step, random: _Random) -> _Pairs:
         kernels.add_norm(hidden, in_parts(delta), weight, _EPS), (summed, normed(summed, weight)), strict=True
     )
     pairs.append((kernels.add_norm(hidden, None, weight, _EPS)[1], normed(hidden, weight)))
-    gate, up = delta.double().chunk(2, dim=-1)
-    pairs.append((kernels.silu_mul(in_parts(delta)), torch.nn.functional.silu(gate) * up))
-    matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE), random(_NUM_OUTPUTS)
+    pairs.append((kernels.silu_mul(in_parts(delta)), _gated(delta.double())))
+    matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE) / 64, random(_NUM_OUTPUTS)  # sums of some 1
     for most_rows in kernels.products:
         states = random(most_rows - 3, _HIDDEN_SIZE)
-        expected = torch.nn.functional.linear(states.double(), matrix.double(), bias.double())
-        pairs.append((kernels.product(states, matrix, bias).outputs(), expected))
+        expected = states.double() @ matrix.double().T
+        pairs.append((kernels.product(states, matrix, bias).outputs(), expected + bias.double()))
+        pairs.append((kernels.gated_product(states, matrix), _gated(expected)))
     return pairs
+
+
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

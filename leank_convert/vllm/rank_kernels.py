@@ -24,7 +24,7 @@ class RankKernels:
         from leank_convert.vllm.sum_kernel import compile_sum_kernels
 
         self.kernels, self.all_reduce = kernels, all_reduce
-        self.product, self.silu_mul = kernels.product, kernels.silu_mul
+        self.product, self.gated_product = kernels.product, kernels.gated_product
         self._sum, self._add_norm = compile_sum_kernels(kernels.key, kernels.arch)
 
     def sum_parts(self, product: Product) -> torch.Tensor:

@@ -11,10 +11,11 @@ from runtime.decode_kernels_leank import DecodeKernels
 from runtime.kernel_generic_leank import generic_attention
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
 from runtime.kernel_merge_leank import merge_parts
-from runtime.kernel_product_leank import STEPS, product
+from runtime.kernel_product_leank import GATED_STEPS, STEPS, product
 from runtime.kernel_turn_leank import copy_rows
 
 NAMES = {merge_parts: "merge", append_tokens: "append"}
+GATED_PRODUCT = functools.partial(product, gated=True)
 COPY_FOR_KERNEL = functools.partial(copy_rows, for_kernel=True)
 
 
@@ -27,8 +28,9 @@ class CpuKernels(DecodeKernels):
         self._attention = compiled_when_called(generic_attention, shape)
         for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_rows):
             setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
-        self.products = {8: compiled_when_called(product, "float32", 8)}
-        self._steps, self._num_multiprocessors = STEPS, num_programs
+        self.products = {rows: compiled_when_called(product, "float32", rows) for rows in (8, 16)}
+        self.gated_products = {8: compiled_when_called(GATED_PRODUCT, "float32", 8)}
+        self._steps, self._gated_steps, self._num_multiprocessors = STEPS, GATED_STEPS, num_programs
 
     def append(self, keys, values, *rest):
         """TileLang's CPU target knows no strides."""

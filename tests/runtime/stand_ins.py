@@ -154,8 +154,8 @@ class PlainKernels:
         summed = hidden if delta is None else hidden + delta
         return summed, weight * summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + eps)
 
-    def silu_mul(self, gate_up):
-        gate, up = gate_up.chunk(2, -1)
+    def gated_product(self, states, weight, bias=None):
+        gate, up = self.product(states, weight, bias).chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
     attends_turns = False

@@ -52,8 +52,8 @@ def ask_nvcc(source, paths):
 @pytest.mark.parametrize(
     ("generation", "instructions", "num_kernels", "num_overlapping", "change"),
     [
-        ((9, 0), ("wgmma_ss", "tma_load"), 12, 9, {}),
-        ((9, 0), ("wgmma_ss", "tma_load"), 10, 9, {"has_turns": False}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 15, 12, {}),
+        ((9, 0), ("wgmma_ss", "tma_load"), 13, 12, {"has_turns": False}),
         ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, {**ALONE, "value_chunk": 64}),
         ((9, 0), ("wgmma_rs", "tma_load"), 3, 2, {**ALONE, "value_chunk": 32, "cache_dtype": FP8}),
         ((8, 0), ("mma", "cp_async_gs"), 7, 0, {"value_chunk": 64}),

@@ -87,6 +87,23 @@ def test_a_product_is_as_exact_as_torchs(rows, outputs, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(14336, 4096), (1000, 520), (18944, 3584)])
+@pytest.mark.parametrize("rows", [1, 8, 16, 31, 64])
+def test_a_gated_product_is_as_exact_as_torchs(rows, outputs, inputs, dtype):
+    states, weight = random(rows, inputs, dtype=dtype), random(2 * outputs, inputs, dtype=dtype, seed=1)
+
+    def by_torch(states, weight):
+        gate, up = functional.linear(states, weight).chunk(2, -1)
+        return functional.silu(gate) * up
+
+    weight /= inputs**0.5
+    expected = by_torch(states.double(), weight.double())
+    found = kernels_of(dtype).gated_product(states, weight), by_torch(states, weight)
+    ours, torchs = ((each.double() - expected).norm() / expected.norm() for each in found)
+    assert ours <= 1.1 * torchs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norm", [False, True], ids=["as they are", "normed"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 1), (64, 1), (3, 8)])
 def test_rope_append_rounds_as_the_stock_classes(rows, columns, has_norm, dtype):
@@ -159,7 +176,7 @@ def test_a_fused_step_is_few_kernels():
         model(token, cache=cache)
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    for name, count in (("rope_append", layers), ("add_norm", 2 * layers + 1), ("silu_mul", layers)):
+    for name, count in (("rope_append", layers), ("add_norm", 2 * layers + 1), ("product", 4 * layers)):
         assert sum(f"leank_{name}" in event for event in names) == count
     # Four kernels of ours, attention and merge; cuBLAS splits products of so small a model in several.
     assert len(names) <= 20 * layers + 80, sorted(names)

@@ -209,13 +209,16 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(cac
 
 @pytest.mark.parametrize(
     "name",
-    ["_merge", "_append", "_attend_turn", "_rope_append", "_add_norm", "_silu_mul", "_copy_rows", "products"],
+    [
+        *("_merge", "_append", "_attend_turn", "_rope_append", "_add_norm", "_silu_mul", "_copy_rows"),
+        *("products", "gated_products"),
+    ],
 )
 def test_the_check_on_first_use_notices_every_kernel(name):
     kernels = TurnKernels(on_cpu(4).key) if name == "_attend_turn" else on_cpu(4)
     assert disagreement(kernels) < 1e-5
     nothing = lambda *args: None  # noqa: E731
-    setattr(kernels, name, {8: nothing} if name == "products" else nothing)
+    setattr(kernels, name, {8: nothing, 16: nothing} if name.endswith("products") else nothing)
     assert not disagreement(kernels) < 1e-2
 
 
@@ -291,7 +294,23 @@ def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
         torch.testing.assert_close(product.outputs(), expected.float(), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("programs", [2, 1], ids=["one kernel", "a block is shared"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 136, 8), (8, 200, 1032)])
+def test_a_gated_product_is_that_of_two_modules(rows, outputs, inputs, biased, programs, monkeypatch):
+    generator = torch.Generator().manual_seed(inputs)
+    shapes = (rows, inputs), (2 * outputs, inputs), (2 * outputs,)
+    states, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    kernels = on_cpu(programs)
+    if programs == 2 and not biased:
+        monkeypatch.setattr(kernels, "_silu_mul", None)
+    ours = kernels.gated_product(states, weight, bias if biased else None)
+    both = torch.nn.functional.linear(states.double(), weight.double(), bias.double() if biased else None)
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(ours, (torch.nn.functional.silu(gate) * up).float(), rtol=1e-4, atol=1e-3)
+
+
 def test_more_rows_than_a_kernel_takes_are_the_librarys():
-    states, weight = torch.randn(9, 16), torch.randn(8, 16)
+    states, weight = torch.randn(17, 16), torch.randn(8, 16)
     product = on_cpu(1).product(states, weight)
     assert torch.equal(product.outputs(), torch.nn.functional.linear(states, weight))
