@@ -142,3 +142,19 @@ def test_padding_changes_nothing_that_is_seen(case):
     torch.testing.assert_close([as_bytes(pool)[1:] for pool in store[:4]], before, equal_nan=True)
     # Page 0 is read in place of pages that nothing sees, and 0 times no number would be none.
     assert all(pool[0, :, 0].float().isfinite().all() for pool in store[:4])
+
+
+def test_what_is_no_number_does_not_outlive_its_request(case):
+    layout, _, store, keys, _ = case
+    one = store._replace(page_table=store.page_table[1:2], window_table=store.window_table[1:2])
+    seen, pruned = torch.tensor([[5]], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
+    query = torch.randn(1, len(layout.widths) * GROUPS, 1, HEAD_DIM)
+    view, options = view_tables(one, seen, pruned, SINK, 5), {"layout": layout, "softmax_scale": SCALE}
+    before = decode_attention(query, one, view, **options)
+    behind = [
+        table[0, 0] * size + torch.tensor([6, 7])
+        for table, size in ((one.page_table, PAGE), (one.window_table, WINDOW_PAGE))
+    ]
+    nothing = torch.tensor([torch.nan, torch.inf])[:, None, None].expand_as(keys[0, :2])
+    append_by_slot(nothing, nothing, store, layout, *behind)
+    torch.testing.assert_close(decode_attention(query, one, view, **options), before, rtol=0, atol=0)
