@@ -26,12 +26,14 @@ def quantize(folder, out):
             name: (weights[name] / scale).round().to(torch.int8),
             f"{name}_scale": scale,
             name.replace("weight", "input_scale"): torch.tensor([0.05]),
+            # Without one vLLM scales each token by itself on CPUs with AMX, and refuses float32.
+            name.replace("weight", "input_zero_point"): torch.tensor([5], dtype=torch.int8),
         }
     symmetric = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     group = {
         "targets": ["Linear"],
         "weights": {**symmetric, "strategy": "channel"},
-        "input_activations": {**symmetric, "strategy": "tensor"},
+        "input_activations": {**symmetric, "strategy": "tensor", "symmetric": False},
     }
     out = shutil.copytree(folder, out)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
