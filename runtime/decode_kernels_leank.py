@@ -38,6 +38,7 @@ class DecodeKernels:
     Attributes:
         arch: What they are compiled for, as compilers spell it.
         attends_turns: Whether there is a kernel for attention to turns.
+        num_multiprocessors: Multiprocessors of the device.
     """
 
     plan = staticmethod(plan_tiles)
@@ -98,7 +99,7 @@ class DecodeKernels:
         # By the most rows of each; products of more are the library's.
         self.products = dict(zip(self._steps, kernels, strict=False))
         self.gated_products = dict(zip(self._gated_steps, kernels, strict=True))
-        self._num_multiprocessors = properties.multi_processor_count
+        self.num_multiprocessors = properties.multi_processor_count
         _made.append(self)
 
     @cached_property
@@ -269,7 +270,7 @@ class DecodeKernels:
         keys, values = self.copy_rows(first, new_keys, new_values)
         query = query.contiguous()
         num_blocks = -(-query.shape[2] * self.key.num_groups // TURN_QUERIES) * keys.shape[2] * len(query)
-        num_parts = parts_of_turn(num_blocks, keys.shape[1], self._num_multiprocessors)
+        num_parts = parts_of_turn(num_blocks, keys.shape[1], self.num_multiprocessors)
         parts = query.new_empty(num_parts, *query.shape, dtype=torch.float32)
         lse = query.new_empty(num_parts, *query.shape[:3], dtype=torch.float32)
         target = first.store.chunk_index, first.store.head_table, parts, lse
@@ -360,7 +361,7 @@ class DecodeKernels:
     def gated_product(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return silu(gate) * up `[T, I]`, by one kernel where an instance takes a block of each.
+        """Return silu(gate) * up `[T, I]`, by one kernel where there are one or two blocks a multiprocessor.
 
         Args:
             states: `[T, m]`, contiguous.
@@ -368,9 +369,10 @@ class DecodeKernels:
             bias: `[2 I]`.
         """
         num_tokens, num_outputs = len(states), len(weight) // 2
-        rows = next((rows for rows in self._steps if rows >= num_tokens), None)
+        rows = next((rows for rows in self.products if rows >= num_tokens), None)
         blocks = -(-num_outputs // BLOCK)
-        if rows not in self._gated_steps or bias is not None or blocks > 2 * self._num_multiprocessors:
+        fits = self.num_multiprocessors <= blocks <= 2 * self.num_multiprocessors
+        if rows not in self.gated_products or bias is not None or not fits:
             return self.silu_mul(self.product(states, weight, bias))
         output = states.new_empty(1, num_tokens, num_outputs)
         weight, steps = weight.detach(), -(-states.shape[1] // self._gated_steps[rows][0])
@@ -395,7 +397,7 @@ class DecodeKernels:
             return Product(output.float().view(1, num_tokens, num_outputs), 1, 1)
         steps = -(-num_inputs // self._steps[rows][0])
         total = -(-num_outputs // BLOCK) * steps
-        stretch = -(-total // (2 * self._num_multiprocessors))
+        stretch = -(-total // (2 * self.num_multiprocessors))
         while num_parts(steps, stretch) > MAX_PARTS:
             stretch += 1
         size = (num_parts(steps, stretch), num_tokens, num_outputs)

@@ -1,10 +1,10 @@
 """Fused decode step: everything between the matrix products of a few new tokens, in few kernels.
 
 Of a decode step's thousand kernels most add, norm, rotate and copy a few thousand numbers each. Here a layer
-is four matrix products, attention, and four kernels of decode_kernels_leank: q, k and v are one product, gate
-and up another. Their weights lie side by side in one piece of memory for that: the model's own Parameters
-become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
-was there before (`own_storages`).
+is four matrix products, attention, and up to four kernels of decode_kernels_leank: q, k and v are one
+product, gate and up another. Their weights lie side by side in one piece of memory for that: the model's own
+Parameters become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model
+finds what was there before (`own_storages`).
 
 It computes what the stock classes of seven families compute, with their rounding, and serves no others;
 `run_layers` also runs models of vLLM's whose modules have the same names.

@@ -153,6 +153,7 @@ def hopper_attention(shape: KernelShape) -> Any:
             # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
             # pages lie takes divisions and a read that others wait for.
             look_up(work, next_pages, 0)
+            wait_ahead()  # launched while the append still ran; tables are older
             for t in T.serial(seg[Seg.STOP] - seg[Seg.FIRST]):
                 if t % WARP == 0:
                     T.copy(next_pages, lane_pages)
@@ -162,8 +163,6 @@ def hopper_attention(shape: KernelShape) -> Any:
                 tile[Tile.CHUNKS] = seg[Seg.NUM_KEPT] + T.if_then_else(
                     seg[Seg.FIRST] + t < seg[Seg.PRUNED_TILES], 0, seg[Seg.NUM_DROPPED]
                 )
-                if seg[Seg.FIRST] + t >= seg[Seg.PRUNED_TILES]:
-                    wait_ahead()  # for the append, which may run still and writes to no pruned tile
                 T.mbarrier_wait_parity(free[stage], phase ^ 1)
                 for few, policy in ((True, "evict_first"), (False, None)):
                     if (work.seen.shape[0] * work.seen.shape[1] <= _FEW_TOKENS) == few:

@@ -9,6 +9,8 @@ them up, always in the same order (`add_parts`).
     instances:    |------ 0 ------|------ 1 ------|------ 2 ------| …
     parts:         0 of block 0    1 of block 0 and 0 of block 1, …
 
+A gated product, of gate and up at once, is not cut: an instance takes a block of each.
+
 Operands are swapped as in attention: outputs are the M of the products, tokens their N. What no step writes,
 the weights, is on its way before the kernel ahead has ended.
 """
@@ -66,8 +68,8 @@ def silu_mul_of(gate: Any, up: Any, dtype: str) -> Any:
 def product(dtype: str, tokens: int, cpu: bool = False, gated: bool = False) -> Any:
     """Return the kernel of a linear module for up to `tokens` tokens: Hopper's, or plain loops for tests.
 
-    With `gated` the weight is gate's and, behind it, up's: an instance takes a block of either, and the
-    result is one part, in the model's dtype, of silu(gate) * up.
+    With `gated` the weight is gate's and, behind it, up's, and the result is one part, in the model's dtype,
+    of silu(gate) * up.
     """
     size, stages = GATED_STEPS[tokens] if gated else STEPS[tokens]
     batch, outputs, inputs = T.dynamic("batch, outputs, inputs")

@@ -11,7 +11,7 @@ import torch
 
 from .constants_leank import Constants, choose_constants
 from .decode_kernels_leank import DecodeKernels
-from .kernel_key_leank import MAX_DRAFT, TILE, KernelKey, Product
+from .kernel_key_leank import BLOCK, LANES, MAX_DRAFT, TILE, KernelKey, Product
 from .layout_leank import ChunkLayout, order_channels
 from .reference_leank import attend_naively
 from .rows_leank import RowState
@@ -26,7 +26,8 @@ _WINDOWS = Windows(sink_size=8, recent_size=64, flush_size=4)
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
-_NUM_OUTPUTS = 208  # no whole blocks, nor are halves
+_NUM_OUTPUTS = 200
+_NUM_INPUTS = 520  # of a gated product, which has many outputs
 
 _Random = Callable[..., torch.Tensor]
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -178,12 +179,14 @@ def _check_glue(kernels: DecodeKernels, step: _Step, random: _Random) -> _Pairs:
     )
     pairs.append((kernels.add_norm(hidden, None, weight, _EPS)[1], normed(hidden, weight)))
     pairs.append((kernels.silu_mul(in_parts(delta)), _gated(delta.double())))
-    matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE) / 64, random(_NUM_OUTPUTS)  # sums of some 1
+    matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE), random(_NUM_OUTPUTS)
+    gate_up = random(2 * (kernels.num_multiprocessors * BLOCK - LANES), _NUM_INPUTS) / 16  # sums of some 1
     for most_rows in kernels.products:
         states = random(most_rows - 3, _HIDDEN_SIZE)
-        expected = states.double() @ matrix.double().T
-        pairs.append((kernels.product(states, matrix, bias).outputs(), expected + bias.double()))
-        pairs.append((kernels.gated_product(states, matrix), _gated(expected)))
+        expected = torch.nn.functional.linear(states.double(), matrix.double(), bias.double())
+        pairs.append((kernels.product(states, matrix, bias).outputs(), expected))
+        states = states[:, :_NUM_INPUTS].contiguous()
+        pairs.append((kernels.gated_product(states, gate_up), _gated(states.double() @ gate_up.double().T)))
     return pairs
 
 

@@ -30,7 +30,7 @@ class CpuKernels(DecodeKernels):
             setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
         self.products = {rows: compiled_when_called(product, "float32", rows) for rows in (8, 16)}
         self.gated_products = {8: compiled_when_called(GATED_PRODUCT, "float32", 8)}
-        self._steps, self._gated_steps, self._num_multiprocessors = STEPS, GATED_STEPS, num_programs
+        self._steps, self._gated_steps, self.num_multiprocessors = STEPS, GATED_STEPS, num_programs
 
     def append(self, keys, values, *rest):
         """TileLang's CPU target knows no strides."""
