@@ -102,7 +102,7 @@ class PlainKernels:
         self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
 
     def plan(self, seen, pruned, sink_size):
-        return seen + pruned
+        return seen + pruned + 1000 * sink_size
 
     def append(self, keys, values, store, seen, valid):
         valid = seen > 0 if valid is None else valid & (seen > 0)
@@ -201,7 +201,7 @@ class PlainKernels:
         return torch.nn.functional.linear(states, weight, bias)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None, out=None):
-        seen = plan - pruned  # a plan of another step shows
+        seen = plan - pruned - 1000 * sink_size  # a plan of another step or sink shows
         batch, num_columns = seen.shape
         fallen = torch.zeros(query.shape[:3])  # what a sink's logit falls by, as all others do
         if store.key_mean is not None:

@@ -13,7 +13,6 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
-from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend, prompt_attention
@@ -31,16 +30,12 @@ PAGE, MOST_PAGES = 16, 6
 class Kernels(PlainKernels):
     """Stands for the compiled ones, and looks at what it is given."""
 
-    plan = staticmethod(plan_tiles)
-
     def __init__(self):
         super().__init__(HEAD_DIM, GROUPS, LAYOUT.chunk_size)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, out, **options):
-        assert plan.equal(plan_tiles(seen, pruned, sink_size))
+    def attend(self, *given, out, **options):
         assert out is None or out.is_contiguous()
-        given = query, store, seen, pruned, seen + pruned
-        return super().attend(*given, sink_size=sink_size, out=out, **options)
+        return super().attend(*given, out=out, **options)
 
 
 class PageKernels:
