@@ -11,13 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leank_convert._runtime.layout_leank import ChunkLayout
+from leank_convert._runtime.layout_leank import INT4_GROUP_SIZE, ChunkLayout
 from leank_convert.architectures import ModelFacts
 from leank_convert.windows import Windows
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "BF16": 2, "F16": 2, "F32": 4, "fp8": 1}
-# Numbers of four bits that have one least number and one step.
-INT4_GROUP_SIZE = 32
 _LENGTH = 32768  # of the row that stands for all
 
 
@@ -95,7 +93,7 @@ def count_cache_bytes(
     def stored(spans: Sequence[int]) -> int:
         """Count channels that lie together, of so many heads, or of their kept and dropped ones."""
         if kv_dtype == "int4":
-            groups = sum(-(-span // INT4_GROUP_SIZE) for span in spans)
+            groups: int = sum(-(-span // INT4_GROUP_SIZE) for span in spans)
             return -(-sum(spans) // 2) + groups * 2 * element_bytes
         return sum(spans) * (BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else element_bytes)
 

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from leank_convert._runtime.layout_leank import INT4_GROUP_SIZE
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     ONNX_DESCRIPTION_NAME,
@@ -24,7 +25,6 @@ from leank_convert.estimate import WINDOW_SIZES, Row, estimate_model, find_confi
 from leank_convert.files import user_path
 from leank_convert.head_layout import (
     BYTES_PER_ELEMENT,
-    INT4_GROUP_SIZE,
     BytesPerToken,
     bytes_of,
     count_cache_bytes,

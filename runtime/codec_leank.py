@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from .fp8_leank import as_bytes, quantise
-from .layout_leank import ChunkLayout, gather_lanes
+from .layout_leank import INT4_GROUP_SIZE, ChunkLayout, gather_lanes
 
-GROUP_SIZE = 32
-"""Numbers of a token and head that have one least number and one step, in int4."""
 _LARGEST_CODE = 15
 
 
@@ -75,13 +73,13 @@ class Int4(Codec):
     def __init__(self, dtype: torch.dtype, counts: Sequence[int], size: int, device: torch.device) -> None:
         """Group chunks of `size` numbers, of which every head has so many as `counts` says."""
         super().__init__(dtype)
-        run = math.gcd(GROUP_SIZE, size)
+        run = math.gcd(INT4_GROUP_SIZE, size)
         index: list[int] = []
         self.count_groups, self.size = 0, size
         for count in counts:
             num_runs = count * size // run
-            index += [self.count_groups + place * run // GROUP_SIZE for place in range(num_runs)]
-            self.count_groups += -(-num_runs * run // GROUP_SIZE)
+            index += [self.count_groups + place * run // INT4_GROUP_SIZE for place in range(num_runs)]
+            self.count_groups += -(-num_runs * run // INT4_GROUP_SIZE)
         self.index = torch.tensor(index, dtype=torch.long, device=device).view(-1, size // run)
         self._num_extremes = self.count_groups * 2 * dtype.itemsize  # bytes, like the next two
         self._num_codes = sum(counts) * -(-size // 2)

@@ -23,6 +23,8 @@ import torch
 
 Heads = slice | list[int]
 
+INT4_GROUP_SIZE = 32  # numbers of a token and head that have one least number and one step
+
 
 @dataclass(frozen=True)
 class ChunkLayout:

@@ -10,10 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from leank_convert._runtime.layout_leank import INT4_GROUP_SIZE
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
 from leank_convert.export.source_card import Source
-from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes, describe_layers, plan_head_layout
+from leank_convert.head_layout import count_cache_bytes, describe_layers, plan_head_layout
 from leank_convert.hub import hide_local_paths
 from leank_convert.leank_block import VALUE_BASIS_KEY
 from leank_convert.mask import ChannelMask
