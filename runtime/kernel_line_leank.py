@@ -85,7 +85,7 @@ def next_stage(stage: T.Ref, phase: T.Ref, stages: int) -> None:
 
 
 def place_in_ring(stage: Any, stages: int) -> Any:
-    """Return a stage within bounds that TileLang sees: it works addresses of others out by six divisions."""
+    """Return a stage within bounds that TileLang sees; without them it finds every address by divisions."""
     return T.max(T.min(stage, stages - 1), 0)
 
 

@@ -30,7 +30,7 @@ def append_by_slot(
     Slots `[T]` are page times P plus place of each token, in its kept page and its window page; of padding
     -1, and page 0 is nobody's.
     """
-    # Padding may be no number, nor may embeddings that a request gave. Others read both, with weights of 0.
+    # Padding may be no number, and so may a request's embeddings. Others read both, with weights of 0.
     keys, values = (own.masked_fill((slots < 0)[:, None, None], 0).nan_to_num() for own in (keys, values))
     places, window_places = (
         (where // pool.shape[2], where % pool.shape[2])
