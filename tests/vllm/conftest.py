@@ -121,7 +121,7 @@ def random_checkpoint(once_per_run, tmp_path_factory):
         own = {**tiny_families.OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
         if "layer_types" in own:  # more layers of the other kind than pruned ones, so more than one group
             own["layer_types"] = [*[*family.other_layers, "full_attention"] * 3, *family.other_layers]
-            own.update({key: 128 for key in own if key == "sliding_window"}, num_hidden_layers=7)
+            own.update({key: 128 for key in own if key == "sliding_window"})
         # What vLLM's kernels for CPUs take.
         own.update({key: 64 for key in own if key in ("linear_key_head_dim", "linear_value_head_dim")})
         if model_type == "gpt_oss":  # whose rounding would change choices among experts
@@ -140,13 +140,9 @@ def random_checkpoint(once_per_run, tmp_path_factory):
             own["rope_parameters"] = {**rope, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
         if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says
             own["rope_parameters"] = {**own["rope_parameters"], "factor": 64.0}
-        torch.manual_seed(0)
-        config = getattr(transformers, family.config_class)(**{**sizes, **own})
-        model = getattr(transformers, family.causal_lm_class)(config)
+        model = tiny_families.tiny_model(model_type, seed=0, std=0.15, **{**sizes, **own})
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                torch.nn.init.normal_(parameter, std=0.15)
-            elif "q_norm" in name or "k_norm" in name:  # those over all heads move with them
+            if "q_norm" in name or "k_norm" in name:  # those over all heads move with them
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.15)
         model.save_pretrained(source)
         if model_type in WITH_MTP:
@@ -240,21 +236,25 @@ def prompts_of(folder, lengths):
     ]
 
 
+def load_runtime(folder, dtype=torch.float32) -> Any:
+    """The checkpoint in its own runtime."""
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
+
+
+def answer_of(model, prompt, new):
+    """What a model answers to tokens, of so many tokens at most."""
+    row = torch.tensor([prompt])
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    return model.generate(row, attention_mask=torch.ones_like(row), **options)[0, len(prompt) :].tolist()
+
+
 @functools.cache
 def answers_of(folder, *, dense=False, lengths=LENGTHS, new=NEW):
     """What the checkpoint's own runtime answers, one prompt at a time; or the dense model of its weights."""
-    if dense:
-        model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    stock = transformers.LlamaForCausalLM
+    model = stock.from_pretrained(folder, dtype=torch.float32) if dense else load_runtime(folder)
     model.generation_config.eos_token_id = None
-    answers = []
-    for prompt in prompts_of(folder, lengths):
-        row = torch.tensor([prompt])
-        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        output = model.generate(row, attention_mask=torch.ones_like(row), **options)
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
+    return [answer_of(model, prompt, new) for prompt in prompts_of(folder, lengths)]
 
 
 class Said(dict):
@@ -351,27 +351,18 @@ def gaps_of(folder, answers, lengths=LENGTHS):
     For caches in FP8: a number between two of FP8 is rounded by how it was added up, so of two tokens that
     are nearly as likely either may come, and what follows depends on it.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    logits = logits_of(model, prompts_of(folder, lengths), answers)
+    logits = logits_of(load_runtime(folder), prompts_of(folder, lengths), answers)
     return logits.amax(-1) - logits.gather(-1, torch.tensor(answers)[..., None])[..., 0]
 
 
-@pytest.fixture(scope="session")
-def hold_to_runtime():
-    """Holds answers of an engine in bfloat16 to what that costs the checkpoint's own runtime."""
-
-    def hold(folder, said):
-        asked = prompts_of(folder, LINEAR["lengths"]), said["answers"][-1]
-        models = [
-            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
-            for dtype in (torch.float32, torch.bfloat16)
-        ]
-        family = ARCHITECTURES[models[0].config.model_type.removeprefix(LEANK_PREFIX)]
-        stock = getattr(transformers, family.causal_lm_class).from_pretrained(folder, dtype=torch.float32)
-        stock.build_cache = lambda: transformers.DynamicCache(config=stock.config)
-        exact, rounded, dense = (scores_of(model, *asked) for model in (*models, stock))
-        found = torch.tensor(said["scores"][-1]), rounded, dense
-        served, lost, pruned = (float((scores - exact).norm()) for scores in found)
-        assert served < 2 * lost < pruned / 2
-
-    return hold
+def hold_to_runtime(folder, said):
+    """Hold answers of an engine in bfloat16 to what that costs the checkpoint's own runtime."""
+    asked = prompts_of(folder, LINEAR["lengths"]), said["answers"][-1]
+    models = [load_runtime(folder, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    family = ARCHITECTURES[models[0].config.model_type.removeprefix(LEANK_PREFIX)]
+    stock = getattr(transformers, family.causal_lm_class).from_pretrained(folder, dtype=torch.float32)
+    stock.build_cache = lambda: transformers.DynamicCache(config=stock.config)
+    exact, rounded, dense = (scores_of(model, *asked) for model in (*models, stock))
+    found = torch.tensor(said["scores"][-1]), rounded, dense
+    served, lost, pruned = (float((scores - exact).norm()) for scores in found)
+    assert served < 2 * lost < pruned / 2

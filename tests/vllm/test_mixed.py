@@ -17,7 +17,7 @@ from leank_convert.vllm.beside import check_kinds, hide_prompts, lay_beside_stat
 from leank_convert.vllm.configs import LINEAR as STATES
 from leank_convert.vllm.configs import MIXED
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import LINEAR, NGRAMS, TWICE, answers_of, ask, run_engines
+from tests.vllm.conftest import LINEAR, NGRAMS, TWICE, answers_of, ask, hold_to_runtime, run_engines
 
 LONG = {"lengths": tuple(range(90, 106, 2)), "new": 200}
 SLIDING = [family for family in MIXED if family not in STATES]
@@ -65,7 +65,7 @@ def said_of_states(random_checkpoint):
 
 @pytest.mark.parametrize("family", STATES)
 def test_states_of_linear_attention_in_chunks_then_from_the_prefix_cache(
-    said_of_states, family, random_checkpoint, hold_to_runtime
+    said_of_states, family, random_checkpoint
 ):
     said = said_of_states[family]
     # vLLM has states in float32 where the CPU has such instructions, so in larger pages.

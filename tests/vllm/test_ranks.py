@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 from leank_convert.vllm import ranks
 from tests.checks import edit_json
-from tests.vllm.conftest import FEW, LINEAR, answers_of, ask, prune_values, run_engines
+from tests.vllm.conftest import FEW, LINEAR, answers_of, ask, hold_to_runtime, prune_values, run_engines
 
 MIXED = ["olmo3", "minimax_m2", "gpt_oss"]  # norms over all heads, twice; sinks and biases of heads
 STATES = ["qwen3_next", "qwen3_5_text"]  # inputs of linear attention in one weight, and in several
@@ -82,7 +82,7 @@ def test_fused_steps(said, folders):
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_states_of_linear_attention(said, folders, hold_to_runtime, family):
+def test_states_of_linear_attention(said, folders, family):
     hold_to_runtime(folders[family], said[family])
 
 

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from leank_convert.testbed.tasks import build_sample
-from tests.vllm.conftest import read, run_python, serving
+from tests.vllm.conftest import answer_of, load_runtime, read, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -30,12 +29,8 @@ def test_an_answer_is_streamed_and_the_next_turn_hits_the_prefix_cache(server, s
     prompt = build_sample("retrieval", random.Random(0), 512).prompt
     messages = [{"role": "user", "content": prompt}]
     tokenizer = AutoTokenizer.from_pretrained(shipped)
-    row = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    model = AutoModelForCausalLM.from_pretrained(shipped, trust_remote_code=True, dtype=torch.float32)
-    tokens = model.generate(**row, max_new_tokens=24, do_sample=False)[0, row["input_ids"].shape[1] :]
-    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = tokenizer.decode(answer_of(load_runtime(shipped), tokens, 24), skip_special_tokens=True)
 
     with OpenAI(base_url=f"{server}/v1", api_key="none") as client:
         for _ in range(2):
@@ -47,7 +42,7 @@ def test_an_answer_is_streamed_and_the_next_turn_hits_the_prefix_cache(server, s
             assert "".join(parts).strip() == expected.strip()
     metrics = read(f"{server}/metrics")
     hits = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
-    assert float(hits[0].split()[-1]) > row["input_ids"].shape[1] // 2
+    assert float(hits[0].split()[-1]) > len(tokens) // 2
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_an_answer_ends_where_the_model_does(server, shipped):

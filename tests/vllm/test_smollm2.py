@@ -5,13 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.export import export_checkpoint
 from leank_convert.tokenizer import load_tokenizer
-from tests.vllm.conftest import run_python, serving
+from tests.vllm.conftest import answer_of, load_runtime, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -57,13 +55,8 @@ def checkpoint(once_per_run):
 @pytest.fixture(scope="module")
 def answers(checkpoint, prompts):
     """What `generate` answers, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True, dtype=torch.float32)
-    found = []
-    for prompt in prompts:
-        row = prompt.input_ids[None]
-        output = model.generate(row, max_new_tokens=NEW, do_sample=False)
-        found.append(output[0, row.shape[1] :].tolist())
-    return found
+    model = load_runtime(checkpoint)
+    return [answer_of(model, prompt.input_ids.tolist(), NEW) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
