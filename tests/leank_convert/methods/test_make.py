@@ -4,7 +4,6 @@ import pytest
 import torch
 import yaml
 
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import load_mask
 from leank_convert.methods import METHODS, Method, calibration
@@ -15,7 +14,6 @@ from leank_convert.report import mask_report
 from leank_convert.train import loop
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory
-from leank_convert.verify import verify_checkpoint
 from tests.checks import failed, refusal, short_recipe
 
 
@@ -121,9 +119,9 @@ def test_mask_recipe_and_report_are_left_and_a_checkpoint_of_them_verifies(
 
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(make_one, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(LeanKError, match=r"`mask` is 'a.pth': nothing is to be trained"):
+    with refusal(r"`mask` is 'a.pth': nothing is to be trained"):
         make_one("static-norm", mask="a.pth")
-    with pytest.raises(LeanKError, match=r"`width_multiple` 32 exceeds the model's `head_dim` 16"):
+    with refusal(r"`width_multiple` 32 exceeds the model's `head_dim` 16"):
         make_one("static-norm", width_multiple=32)
     with refusal("`width_multiple` 8 rounds to none", "`budget: global`"):
         make_one("static-norm", width_multiple=8, pruning_ratio=0.9)
@@ -135,7 +133,7 @@ def test_masks_that_are_there_are_not_replaced(make_one):
     with refusal("already holds a training run", "choose another folder"):
         make_one("random")
     make_one("random", "several", pruning_ratio=(0.25, 0.5))
-    with pytest.raises(LeanKError, match=r"ratio-0.25.*exists"):
+    with refusal(r"ratio-0.25.*exists"):
         make_one("random", "several", pruning_ratio=(0.25, 0.5))
 
 
@@ -144,19 +142,16 @@ def toy_score(calibration):
     return torch.arange(16, 0, -1.0).expand(calibration.shape)
 
 
-def test_a_method_is_a_function_and_a_row(make_one, retriever_folder, tmp_path, monkeypatch):
+def test_a_method_is_a_function_and_a_row(make_one, monkeypatch):
     row = Method("toy", "keeps the first channels", score=f"{__name__}:toy_score", budget="uniform")
     monkeypatch.setitem(METHODS, row.name, row)
     mask = make_one("toy", pruning_ratio=0.5)
     assert torch.equal(mask.channel_mask, (torch.arange(16) < 8).expand(2, 2, 16))
-    out = tmp_path / "out"
-    assert load_mask(out / "channel_mask.safetensors").provenance.method == "toy"
-    export_checkpoint(retriever_folder, mask, out)
-    assert verify_checkpoint(out, retriever_folder).ok
+    assert mask.provenance.method == "toy"
 
 
 def test_scores_of_another_shape_are_refused(make_one, monkeypatch):
     monkeypatch.setitem(METHODS, "flat", Method("flat", "forgets the heads", score=f"{__name__}:toy_score"))
     monkeypatch.setattr(f"{__name__}.toy_score", lambda calibration: torch.ones(2, 16))
-    with pytest.raises(LeanKError, match=r"`method: flat` gives scores of shape \[2, 16\].*\[2, 2, 16\]"):
+    with refusal(r"`method: flat` gives scores of shape \[2, 16\].*\[2, 2, 16\]"):
         make_one("flat")

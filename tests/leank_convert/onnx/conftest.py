@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from leank_convert.evaluate.prefill import pad_left, positions_of
+from leank_convert.files import sha256_of
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.windows import Windows
@@ -80,6 +81,12 @@ def change_description(folder: Path, **values: object) -> None:
     content = json.loads(path.read_text())
     content |= values | {"model": content["model"] | values.pop("model", {})}
     path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
+
+
+def bless(folder: Path) -> None:
+    """Bring the digests that a description has up to date, so that what lies behind them is looked at."""
+    names = json.loads((folder / "leank_onnx.json").read_text())["files"]
+    change_description(folder, files={name: sha256_of(folder / name) for name in names})
 
 
 @pytest.fixture(scope="session")

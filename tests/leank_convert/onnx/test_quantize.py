@@ -15,14 +15,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from bin.benchmarks.onnx import round_weights
-from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.quantize import SCHEMES, check_quantizer, quantize_weights
 from leank_convert.testbed.tasks import TASKS, build_sample
 from tests.checks import refusal, rejected
-from tests.leank_convert.onnx.conftest import change_description
+from tests.leank_convert.onnx.conftest import bless
 
 # No multiple of a block.
 IN, OUT, VOCAB = 200, 24, 40
@@ -69,8 +68,7 @@ def quantized(request, once_per_run, shipped_onnx):
     def make(folder):
         shutil.copytree(shipped_onnx, folder)
         quantize_weights(folder / "model.onnx", request.param)
-        files = read_json(folder / "leank_onnx.json")["files"]
-        change_description(folder, files={**files, "model.onnx": sha256_of(folder / "model.onnx")})
+        bless(folder)
 
     return once_per_run(f"shipped_{request.param}", make), request.param
 

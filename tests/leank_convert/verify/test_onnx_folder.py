@@ -10,13 +10,13 @@ import pytest
 from onnx.external_data_helper import ExternalDataInfo
 
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json, sha256_of
+from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact
 from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.onnx import export_onnx
-from leank_convert.onnx.leank_onnx_cache import digest_of
 from leank_convert.verify import verify_checkpoint
 from tests.checks import edit_json, edit_tensors, failed, fitting_mask, prune_values, refusal, remove, write
+from tests.leank_convert.onnx.conftest import bless, change_description
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 
@@ -31,20 +31,8 @@ def made(out, source=None):
     return [check.name for check in verify_checkpoint(out, source).checks]
 
 
-def describe(key, edit):
-    """Change what stands under a key: to a value, or by a function of it."""
-
-    def spoil(out):
-        content = read_json(out / DESCRIPTION)
-        content[key] = edit(content[key]) if callable(edit) else edit
-        (out / DESCRIPTION).write_text(json.dumps({**content, "sha256": digest_of(content)}))
-
-    return spoil
-
-
-def bless(out):
-    """Bring the digests up to date, so that what lies behind them is looked at alone."""
-    describe("files", lambda files: {name: sha256_of(out / name) for name in files})(out)
+def describe(**values):
+    return lambda out: change_description(out, **values)
 
 
 def take_first_node_away(out):
@@ -72,14 +60,14 @@ def write_no_numbers(out):
 SPOILED = {
     "no description": (remove(DESCRIPTION), "description", f"out/{DESCRIPTION}"),
     "a list as description": (write(DESCRIPTION, "[]"), "description", f"out/{DESCRIPTION}"),
-    "another format": (describe("format_version", 2), "description", "is 2, this program reads 1"),
+    "another format": (describe(format_version=2), "description", "is 2, this program reads 1"),
     "another value": (lambda out: edit_json(out / DESCRIPTION, sink_size=2), "description", "was changed"),
     "no mask": (remove(MASK_FILE_NAME), "mask file", MASK_FILE_NAME),
     "weights cut": (cut(WEIGHTS), "onnxruntime", "cannot load"),
     "no weights": (remove(WEIGHTS), "onnxruntime", f"{WEIGHTS}` is missing"),
     "no graph": (remove(GRAPH), "onnxruntime", f"{GRAPH}` is missing"),
     "no first node": (take_first_node_away, "onnxruntime", "cannot load"),
-    "another dtype": (describe("dtype", "float16"), "onnxruntime", "onnxruntime cannot run the graph"),
+    "another dtype": (describe(dtype="float16"), "onnxruntime", "onnxruntime cannot run the graph"),
     "no numbers": (write_no_numbers, "onnxruntime", "holds numbers that are not finite"),
 }
 
@@ -100,7 +88,7 @@ def test_changed_and_missing_files_are_found(out):
     (out / "leank_onnx_cache.py").write_text("import os\n")
     (out / "tokenizer.json").unlink()
     (out.parent / "secret").touch()
-    describe("files", lambda files: {**files, "../secret": "0"})(out)
+    change_description(out, files={**read_json(out / DESCRIPTION)["files"], "../secret": "0"})
     details = failed(out)
     names = ("README.md", "leank_onnx_cache.py", "tokenizer.json", "../secret")
     assert details.keys() == {f"digest of {name}" for name in names}
