@@ -30,6 +30,7 @@ stage1: {steps: 2}
 stage2: {steps: 1}
 held_out_samples: 1
 """
+pytestmark = pytest.mark.usefixtures("without_report")
 MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
 
 
@@ -62,7 +63,6 @@ def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, recipe, t
     assert "CacheMemory" in printed
 
 
-@pytest.mark.usefixtures("without_report")
 def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     (tmp_path / "notes.txt").write_text("One sentence of mine. Another one follows. " * 40)
     small = tmp_path / "trained.yaml"
@@ -71,7 +71,6 @@ def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
     assert (tmp_path / "mine" / "config.json").is_file()
 
 
-@pytest.mark.usefixtures("without_report")
 def test_compare_methods_prints_a_line_per_method(run, recipe):
     methods = ("static-norm", "random")
     printed = run("compare_methods.py", "--methods", *methods, "--recipe", recipe, "--num-samples", 4)
@@ -96,7 +95,6 @@ def test_serve_answers_with_the_models_tokens_through_the_openai_client(run, tmp
     assert answer in told and sample.answer not in answer and len(answer.split()) > 1
 
 
-@pytest.mark.usefixtures("without_report")
 def test_the_notebook_runs_from_top_to_bottom_and_is_stored_without_results(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
