@@ -100,13 +100,12 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, plan):
     assert answers.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, len(whole) // 2) + 1])
 
 
-def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, monkeypatch):
+def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, monkeypatch, without_report):
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
     (copied / "masks" / "contexts of at most 220 tokens" / "ratio-0.7" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     train = Mock(wraps=bench.train_masks)
     monkeypatch.setattr(bench, "train_masks", train)
-    monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = (copied / "tables.md").read_text()
     Experiment(copied, plan, device="cpu").run()
     made = [call.args[1].name for call in train.call_args_list]
