@@ -1,9 +1,8 @@
 """What changes weights is answered with as by the runtime: V that is pruned, adapters of a checkpoint."""
 
-import json
-
 import pytest
 
+from leank_convert.files import read_json
 from leank_convert.vllm.pages import ModelPages
 from tests.vllm.conftest import FEW, NGRAMS, TWICE, VALUE_WIDTHS, answers_of, ask, prune_values, run_engines
 
@@ -22,27 +21,24 @@ def said(pruned, adapted):
     converted, original = str(adapted / "converted"), str(adapted / "original")
     adapters = {"converted": [converted, None, converted, converted], "original": [original] * 4}
     runs = {
-        "chunks": ask(pruned, **FEW, **chunks),
-        "drafts": ask(pruned, **FEW, speculative_config=NGRAMS),
+        "pruned": ask(pruned, **FEW, **chunks, speculative_config=NGRAMS),
         **{name: ask(adapted / "checkpoint", **FEW, **lora, adapters=adapters[name]) for name in adapters},
     }
     return run_engines(runs)
 
 
-def test_pruned_v_in_chunks_then_from_the_prefix_cache(said, checkpoint, pruned):
-    assert answers_of(pruned, **FEW) != answers_of(checkpoint, **FEW)
-    assert said["chunks"]["answers"] == [answers_of(pruned, **FEW)] * 2
-    assert min(said["chunks"]["cached"][1][1::2]) > 0
-
-
-def test_pruned_v_with_drafts_and_in_more_blocks(said, pruned):
-    assert said["drafts"]["answers"] == [answers_of(pruned, **FEW)]
-    widths = tuple(map(tuple, json.loads((pruned / "config.json").read_text())["leank"]["widths"]))
-    blocks = []
-    for values in (None, tuple(map(tuple, VALUE_WIDTHS))):
-        pages = ModelPages(widths, 32, 1, ((0, 3),), value_widths=values)
-        blocks.append((16 << 20) // (4 * pages.numbers_per_page(32)))
-    assert said["drafts"]["blocks"] == blocks[1] > 1.3 * blocks[0]
+def test_pruned_v_in_chunks_then_from_the_prefix_cache_with_drafts_and_in_more_blocks(
+    said, checkpoint, pruned
+):
+    assert said["pruned"]["answers"] == [answers_of(pruned, **FEW)] * 2 != [answers_of(checkpoint, **FEW)] * 2
+    assert min(said["pruned"]["cached"][1][1::2]) > 0
+    widths = tuple(map(tuple, read_json(pruned / "config.json")["leank"]["widths"]))
+    whole, fewer = (
+        ModelPages(widths, 32, 1, ((0, 3),), value_widths=values)
+        for values in (None, tuple(map(tuple, VALUE_WIDTHS)))
+    )
+    assert said["pruned"]["blocks"] == (16 << 20) // (4 * fewer.numbers_per_page(16))
+    assert whole.numbers_per_page(32) > 1.3 * fewer.numbers_per_page(32)
 
 
 def test_requests_with_and_without_an_adapter_in_one_batch(said, adapted):
