@@ -28,12 +28,9 @@ def said(random_checkpoint):
     """What engines say of mixed models."""
     small = {"num_gpu_blocks_override": 100, "max_model_len": 320, "enable_prefix_caching": False}
     chunks = {"rounds": TWICE, "max_num_batched_tokens": 128}
-    runs = {
-        **{family: ask(random_checkpoint(family, is_centred=True), **chunks) for family in SLIDING},
-        "preempted": ask(random_checkpoint("gemma3_text"), **LONG, **small),
-        "drafts": ask(random_checkpoint("olmo3"), speculative_config=NGRAMS),
-    }
-    return run_engines(runs)
+    runs = {family: ask(random_checkpoint(family, is_centred=True), **chunks) for family in SLIDING}
+    runs["olmo3"]["options"]["speculative_config"] = NGRAMS
+    return run_engines({**runs, "preempted": ask(random_checkpoint("gemma3_text"), **LONG, **small)})
 
 
 @pytest.mark.parametrize("family", SLIDING)
@@ -51,9 +48,9 @@ def test_requests_that_are_preempted_and_compute_their_answers_again(said, rando
     assert said["preempted"]["preemptions"][0] > 2
 
 
-def test_drafts(said, random_checkpoint):
-    assert said["drafts"]["answers"] == [answers_of(random_checkpoint("olmo3"))]
-    assert said["drafts"]["accepted"] > 0
+def test_drafts_are_accepted(said):
+    """By the engine that was asked for them, whose answers are held to the runtime's above."""
+    assert said["olmo3"]["accepted"] > 0
 
 
 @pytest.fixture(scope="module")
