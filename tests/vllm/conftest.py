@@ -21,6 +21,7 @@ from leank_convert import convert_adapter
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
+from leank_convert.files import read_json
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
@@ -75,16 +76,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: own.get(item.path, len(own)))
 
 
-def random_mask(widths, head_dim):
-    """Keep so many channels of each head, drawn at random."""
-    return ChannelMask(tiny_families.random_mask(widths, head_dim))
-
-
 @pytest.fixture(scope="session")
 def shipped(once_per_run):
     """The shipped model, which speaks, with heads of many widths."""
     widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 8, 64]]
-    mask = random_mask(widths, 64)
+    mask = ChannelMask(tiny_families.random_mask(widths, 64))
     return once_per_run("served_testbed", lambda out: export_checkpoint(MODEL_DIR, mask, out, **SIZES))
 
 
@@ -147,7 +143,8 @@ def random_checkpoint(once_per_run, tmp_path_factory):
         model.save_pretrained(source)
         if model_type in WITH_MTP:
             add_drafting_layer(source / "model.safetensors", WITH_MTP[model_type])
-        mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
+        widths = [[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]]
+        mask = ChannelMask(tiny_families.random_mask(widths, 32))
         if is_centred:  # by what changes every answer
             mean = 4 * torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2))
             mask = dataclasses.replace(mask, key_mean=mean.half())
@@ -187,7 +184,8 @@ def adapted(checkpoint, tmp_path_factory):
     """A checkpoint, an adapter of its original, the same converted, and a checkpoint that has it merged."""
     root, rank, scale = tmp_path_factory.mktemp("adapters"), 4, 2
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
-    mask = random_mask([[20, 0, 32, 13], [16, 0, 4, 0], [8, 32, 8, 32]], 32)  # all heads move
+    widths = [[20, 0, 32, 13], [16, 0, 4, 0], [8, 32, 8, 32]]  # all heads move
+    mask = ChannelMask(tiny_families.random_mask(widths, 32))
 
     def export(name):
         model.save_pretrained(root / "source" / name)
@@ -219,17 +217,23 @@ def adapted(checkpoint, tmp_path_factory):
 VALUE_WIDTHS = [[0, 8, 16, 32], [0, 0, 24, 8], [16, 0, 8, 24]]
 
 
+def edit_block(folder, out, **changes):
+    """Copy a checkpoint with other keys in its `leank` block; a value of `...` removes the key."""
+    out = shutil.copytree(folder, out)
+    block = {**read_json(out / "config.json")["leank"], **changes}
+    kept = {key: value for key, value in block.items() if value is not ...}
+    checks.edit_json(out / "config.json", leank=kept)
+    return out
+
+
 def prune_values(folder, out):
     """Copy a checkpoint, and have V's first channels alone kept, as if they were the best directions."""
-    out = shutil.copytree(folder, out)
-    block = json.loads((out / "config.json").read_text())["leank"]
-    checks.edit_json(out / "config.json", leank={**block, "value_widths": VALUE_WIDTHS})
-    return out
+    return edit_block(folder, out, value_widths=VALUE_WIDTHS)
 
 
 def prompts_of(folder, lengths):
     """Token ids without meaning, and no two prompts alike."""
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    size = read_json(folder / "config.json")["vocab_size"]
     return [
         [1] + [10 + (7 * place * (number + 3) + place * place) % (size - 20) for place in range(length - 1)]
         for number, length in enumerate(lengths)

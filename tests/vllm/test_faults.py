@@ -9,8 +9,9 @@ import shutil
 
 import pytest
 
-from tests.checks import edit_json, edit_tensors
-from tests.vllm.conftest import answers_of, ask, run_engines, run_python, serving
+from leank_convert.files import read_json
+from tests.checks import edit_tensors
+from tests.vllm.conftest import SIZES, answers_of, ask, edit_block, run_engines, run_python, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
@@ -19,17 +20,14 @@ from openai import OpenAI, OpenAIError
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 MOST = 288  # tokens of a request in so small a pool, as vLLM says
-# Keys of the `leank` block, and what they are changed to; `...` removes the key.
+# Keys of the `leank` block, and what they are changed to, of each kind that the runtime's reader refuses.
 DAMAGES = {
     "format_version": 3,
     "widths": [[0, 13]],
     "channel_masks": ["zz"],
-    "head_permutation": [[0, 0, 1, 2]] * 3,
-    "sink_size": -1,
     "recent_size": "1024",
-    "flush_size": 0,
     "prune": "sometimes",
-    "key_mean": "yes",
+    "flush_size": ...,  # gone
 }
 # Both read each folder in the process of an engine's front end, the runtime before the plugin is there.
 READ_CONFIGS = """
@@ -75,11 +73,9 @@ print("SAID", json.dumps(said))
 def test_weights_of_another_mask_are_not_loaded_in_the_place_of_others_and_the_engine_goes_on(
     checkpoint, tmp_path
 ):
-    same, other = (shutil.copytree(checkpoint, tmp_path / name) for name in ("same", "other"))
-    block = json.loads((checkpoint / "config.json").read_text())["leank"]
-    another_runtime = {**block["files"], "rows_leank.py": "0" * 64}
-    edit_json(same / "config.json", leank={**block, "files": another_runtime})
-    edit_json(other / "config.json", leank={**block, "flush_size": block["flush_size"] + 1})
+    files = read_json(checkpoint / "config.json")["leank"]["files"]
+    same = edit_block(checkpoint, tmp_path / "same", files={**files, "rows_leank.py": "0" * 64})
+    other = edit_block(checkpoint, tmp_path / "other", flush_size=SIZES["flush_size"] + 1)
     asked = ("-c", RELOAD, checkpoint, same, other, checkpoint)
     done = run_python(*asked, timeout=300, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     said = json.loads(done.stdout.rpartition("SAID ")[2].splitlines()[0])
@@ -92,15 +88,10 @@ def test_weights_of_another_mask_are_not_loaded_in_the_place_of_others_and_the_e
 
 
 def test_a_malformed_config_is_refused_with_the_runtimes_sentence(checkpoint, tmp_path):
-    cases = [*DAMAGES.items(), *((key, ...) for key in ("widths", "flush_size"))]
-    whole = json.loads((checkpoint / "config.json").read_text())["leank"]
-    folders = [shutil.copytree(checkpoint, tmp_path / str(number)) for number in range(len(cases))]
-    for folder, (key, value) in zip(folders, cases, strict=True):
-        block = {name: item for name, item in {**whole, key: value}.items() if item is not ...}
-        edit_json(folder / "config.json", leank=block)
+    folders = [edit_block(checkpoint, tmp_path / key, **{key: value}) for key, value in DAMAGES.items()]
     done = run_python("-c", READ_CONFIGS, *folders, timeout=300, HF_HOME=str(tmp_path / "hub"))
     said = json.loads(done.stdout.rpartition("SAID ")[2])
-    for (key, _), (runtime, engine) in zip(cases, said, strict=True):
+    for key, (runtime, engine) in zip(DAMAGES, said, strict=True):
         assert runtime.startswith("config.json: ") and key in runtime
         assert runtime in engine
 
