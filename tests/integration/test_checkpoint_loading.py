@@ -195,8 +195,11 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
 
 
 def test_two_checkpoints_live_in_one_process(converted, load):
-    """Another family, another mask: each model loads its own copy of the code over one global registry."""
-    one = converted("llama", WIDTHS, name="one")
+    """Each loads its own copy of the code over one registry, and the last one's attention is in its table.
+
+    Another family, another mask; the first has attention sinks, the second has none.
+    """
+    one = converted("gpt_oss", WIDTHS, name="one")
     two = converted("qwen3", [[0, 5], [8, 8]], name="two", seed=3)
     first = load(one.folder)
     alone = first.generate(**batch(), **GREEDY)

@@ -104,14 +104,6 @@ def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(famil
             assert held == full if family == "qwen3_next" else held > full
 
 
-def test_a_checkpoint_without_attention_sinks_leaves_those_of_another_alone(example, load):
-    """transformers has one table of attention functions, and the last checkpoint's is in it."""
-    ours = load(example("gpt_oss").folder)
-    expected = ours.generate(**batch(), **GREEDY)
-    load(example("llama").folder)
-    assert ours.generate(**batch(), **GREEDY).tolist() == expected.tolist()
-
-
 def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp_path):
     kinds = ["full_attention", "sliding_attention"]
     window = {"use_sliding_window": True, "sliding_window": 7}
