@@ -10,19 +10,14 @@ import torch
 from leank_convert import warmup
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
 from tests.checks import edit_json, refusal, run
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(retriever_folder, tmp_path_factory):
-    mask = ChannelMask(torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.5)
-    return export_checkpoint(
-        retriever_folder, mask, tmp_path_factory.mktemp("trust") / "out", sink_size=8, recent_size=32
-    )
+@pytest.fixture
+def checkpoint(retriever_centred):
+    return retriever_centred / "checkpoint"
 
 
 @pytest.fixture
