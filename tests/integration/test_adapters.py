@@ -18,11 +18,11 @@ WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADAPTERS = {
-    "llama": {"target_modules": ALL, "rank_pattern": {"k_proj": 3}},
-    "qwen2": {"target_modules": ALL, "use_dora": True, "bias": "all"},
+    "llama": {"rank_pattern": {"k_proj": 3}},
+    "qwen2": {"use_dora": True, "bias": "all"},
     "qwen3": {"target_modules": ["k_proj"], "modules_to_save": ["o_proj", "q_norm", "lm_head"]},
     "phi3": {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True},
-    "glm4": {"target_modules": ALL, "modules_to_save": ["post_self_attn_layernorm"]},
+    "glm4": {"modules_to_save": ["post_self_attn_layernorm"]},
     "olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
 }
 
@@ -34,7 +34,8 @@ def prompt():
 def adapter_of(source, folder, **options):
     """Write a random adapter; also returns logits and tokens of the model with it."""
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    options = {"target_modules": ALL, "r": 4, "task_type": "CAUSAL_LM", **options}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,9 +71,7 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
 
 def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path):
     checkpoint = converted("llama", [[3, 8], [0, 16]])
-    lora, _, _ = adapter_of(
-        checkpoint.source, tmp_path / "lora", target_modules=ALL, revision="of the original"
-    )
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", revision="of the original")
     told = done("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
     assert told == f"{tmp_path / 'new'}\n"
     old, new = (load_file(folder / "adapter_model.safetensors") for folder in (lora, tmp_path / "new"))
@@ -84,7 +83,7 @@ def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path
 
 def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
     one, two = converted("llama", WIDTHS, name="one"), converted("llama", [[8, 0], [3, 16]], name="two")
-    lora, _, _ = adapter_of(one.source, tmp_path / "lora", target_modules=ALL)
+    lora, _, _ = adapter_of(one.source, tmp_path / "lora")
     new = convert_adapter(lora, one.folder, tmp_path / "new")
     same = converted("llama", [[3, 8], [0, 16]], name="same")  # no head moves
     for other in (two, same):
@@ -98,7 +97,7 @@ def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
 
 def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path, caplog):
     checkpoint, out = converted("llama", WIDTHS, sizes=(3, 60, 4)), tmp_path / "out"
-    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora")
     options = ("--mask", checkpoint.folder, "-o", out, "--adapter")
     broken, name = tmp_path / "broken", "adapter_model.safetensors"
     shutil.copytree(lora, broken)
@@ -126,7 +125,7 @@ def test_an_export_converts_an_adapter_beside_the_checkpoint(converted, tmp_path
 
 def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(converted, load, tmp_path):
     checkpoint, other = converted("llama", WIDTHS), converted("llama", [[8, 0], [3, 16]], name="other")
-    lora, logits, tokens = adapter_of(checkpoint.folder, tmp_path / "lora", target_modules=ALL)
+    lora, logits, tokens = adapter_of(checkpoint.folder, tmp_path / "lora")
     given = ("adapter", lora, "--checkpoint", checkpoint.folder, "-o", tmp_path / "new")
     told = rejected(*given)
     assert f"names the checkpoint '{checkpoint.folder}'" in told and not (tmp_path / "new").exists()
@@ -151,7 +150,7 @@ def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(conv
 @pytest.mark.parametrize("base", ["", "no/such/model", "x" * 5000, None])
 def test_what_an_adapter_names_as_its_base_may_be_anything_else(base, converted, tmp_path, monkeypatch):
     checkpoint = converted("llama", WIDTHS)
-    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora")
     monkeypatch.chdir(checkpoint.folder)
     edit_json(lora / "adapter_config.json", base_model_name_or_path=base)
     new = convert_adapter(lora, checkpoint.folder, tmp_path / "new", base_model="me/pruned")
