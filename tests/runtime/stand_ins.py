@@ -161,41 +161,11 @@ class PlainKernels:
     attends_turns = False
 
     def copy_rows(self, first, new_keys, new_values):
-        size = len(new_keys), first.length + new_keys.shape[2], len(first.layout.value_heads), self.head_dim
-        keys, values = new_keys.new_empty(size), new_values.new_empty(size)
-        for row in range(len(keys)):
-            self.copy_row(replace(first, row=first.row + row), keys[row], values[row])
-        for states, new in ((keys, new_keys), (values, new_values)):
-            states[:, first.length :] = new[:, first.layout.value_heads].transpose(1, 2)
-        return keys, values
-
-    def copy_row(self, held, keys, values):
-        row, length, pruned, sink_size = held.row, held.length, held.pruned, held.sink_size
-        store = held.store.map_memory(lambda pool: pool.to(keys.dtype))  # older releases cannot index FP8
-        token, size = torch.arange(length), store.kept_keys.shape[2]
-        page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
-        whole = (token < sink_size) | (token >= sink_size + pruned)
-        dense = keys.new_zeros(length, len(store.head_table) - 1, keys.shape[2])
-        for chunk, lanes in enumerate(store.chunk_index[min(row, len(store.chunk_index) - 1)]):
-            real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
-            if dropped < 0:
-                held = store.kept_keys[page, chunk, token % size][:, real]
-                dense.flatten(1)[:, lanes[real]] = held
-            else:
-                held = store.window_keys[window_page[whole], dropped, token[whole] % size]
-                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real]
-        heads = store.head_table[:-1, 9] >= 0
-        keys[:length] = dense[:, heads]
-        held = store.values[page, :, token % size]
-        dropped = values.new_zeros(length, *store.window_values.shape[1::2])
-        dropped[whole] = store.window_values[window_page[whole], :, token[whole] % size]
-        for head, (value, count, first) in enumerate(store.head_table[:-1][heads][:, [2, 8, 5]].tolist()):
-            own = self.head_dim // self.value_chunk(store) - count
-            chunks = held[:, value : value + count], dropped[:, first : first + own]
-            values[:length, head] = torch.cat([part.flatten(1) for part in chunks], 1)
-        for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
-            if scale is not None:
-                states[:length] *= scale[min(row, len(scale) - 1), heads]
+        rows = [replace(first, row=first.row + row).dense(new_keys.dtype) for row in range(len(new_keys))]
+        return [
+            torch.cat([torch.stack(held), new.transpose(1, 2)], 1)[:, :, first.layout.value_heads]
+            for held, new in zip(zip(*rows, strict=True), (new_keys, new_values), strict=True)
+        ]
 
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
