@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from leank_convert._runtime.configuration_leank import CACHE
 from runtime.pages_leank import PageTables, spread_pages
 from runtime.rows_leank import RowState
 from runtime.windows_leank import Windows
-from tests.runtime.tiny_inputs import WIDTHS, feed, ids
 
 
 def test_a_decode_step_asks_nothing_of_the_device():
@@ -26,15 +24,6 @@ def test_a_decode_step_asks_nothing_of_the_device():
     for start in range(30, 50):
         rows.step(start, 2, 1, torch.ones(2, start + 1, dtype=torch.bool, device="meta"), meta)
     assert rows.max_length == 50
-
-
-def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
-    rows, cpu = RowState(Windows(3, 6, 4)), torch.device("cpu")
-    first = rows.step(0, 1, 5, None, cpu)
-    assert rows.step(0, 1, 5, None, cpu) is first
-    rows.step(5, 1, 1, None, cpu)
-    with pytest.raises(RuntimeError, match="earlier forward pass did not reach every layer"):
-        rows.step(3, 1, 1, None, cpu)
 
 
 def test_padding_of_replayed_drafts_takes_no_pages():
@@ -82,15 +71,3 @@ def test_growth_takes_few_steps():
         if length > run * 64:
             (run,), growths = spread_pages([length], 128, 1088), growths + 1
     assert growths < 100
-
-
-def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair):
-    pair = model_pair(WIDTHS)
-    cache = feed(pair.leank, ids(3, 70))[CACHE]
-    pools = [layer.store.tensors.kept_keys for layer in cache.layers]
-    expected = [pool.view(3, -1, *pool.shape[1:])[[2, 0, 0]] for pool in pools]
-    addresses = cache.addresses()
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    assert cache.addresses() == addresses
-    for pool, content in zip(pools, expected, strict=True):
-        assert torch.equal(pool.view_as(content), content)
