@@ -10,9 +10,8 @@ from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate, fork
-from tests.runtime.tiny_inputs import feed, ids, padded
+from tests.runtime.tiny_inputs import WIDTHS, feed, ids, padded
 
-WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
@@ -33,8 +32,7 @@ def window_pages(cache):
     return pages(cache, "window_keys", "window_runs")
 
 
-def test_reserved_memory_never_grows(model_pair):
-    model = model_pair(WIDTHS).leank
+def test_reserved_memory_never_grows(model):
     cache = model.build_cache()
     cache.reserve(250)
     feed(model, ids(2, 130), cache)
@@ -45,17 +43,14 @@ def test_reserved_memory_never_grows(model_pair):
     for _ in range(7):
         feed(model, ids(2, 1), cache)
     assert capacities(cache) == {320} and cache.addresses() != addresses
-    mask = torch.ones(2, 100, dtype=torch.long)
-    mask[:, :40] = 0
-    padded = model.build_cache()
-    padded.reserve(168)
-    feed(model, ids(2, 100), padded, attention_mask=mask)
-    assert capacities(padded) == {128}, "a row needs no more than its columns"
+    cache = model.build_cache()
+    cache.reserve(168)
+    feed(model, ids(2, 100), cache, attention_mask=(torch.arange(100) >= 40).expand(2, -1))
+    assert capacities(cache) == {128}, "a row needs no more than its columns"
 
 
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
-def test_an_absurd_reservation_is_refused(num_columns, model_pair):
-    model = model_pair(WIDTHS).leank
+def test_an_absurd_reservation_is_refused(num_columns, model):
     cache = feed(model, ids(2, 60))[CACHE]
     with pytest.raises(ValueError, match=r"^`num_columns` is .{1,60}, not an integer from 0 to 16777216$"):
         cache.reserve(num_columns)
@@ -64,8 +59,7 @@ def test_an_absurd_reservation_is_refused(num_columns, model_pair):
     assert capacities(cache) == {64} and cache.rows.num_reserved == 0
 
 
-def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(model_pair, monkeypatch):
-    model = model_pair(WIDTHS).leank
+def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(model, monkeypatch):
     cache = feed(model, ids(2, 60))[CACHE]
 
     with monkeypatch.context() as patched:
@@ -83,8 +77,7 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
     [({"max_new_tokens": 200}, 320), ({"max_length": 130}, 192), ({"max_new_tokens": 300}, 128)],
     ids=str,
 )
-def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(options, capacity, model_pair):
-    model = model_pair(WIDTHS).leank
+def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(options, capacity, model):
     # Any token ends the answer: what is there by then was reserved.
     settings = {"return_dict_in_generate": True, "eos_token_id": list(range(64)), **GREEDY}
     result = model.generate(ids(2, 100), attention_mask=torch.ones(2, 100), **options, **settings)
@@ -94,8 +87,7 @@ def test_generate_reserves_for_a_short_answer_and_in_a_second_turn_too(options, 
     assert capacities(result[CACHE]) == {384}
 
 
-def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, monkeypatch):
-    model = model_pair(WIDTHS).leank
+def test_blocks_of_a_prompt_give_what_the_whole_gives(model, monkeypatch):
     mask = padded(70, 23)
     whole = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
     monkeypatch.setattr(store_leank, "_BLOCK_SIZE", 2 * 3 * 16 * 9)
@@ -105,8 +97,7 @@ def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, monkeypatch):
             assert torch.equal(getattr(ours.store.tensors, name), getattr(expected.store.tensors, name))
 
 
-def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, monkeypatch):
-    model = model_pair(WIDTHS).leank
+def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model, monkeypatch):
     whole: list[weakref.ref] = []
     alive: list[list[bool]] = []
     attend = AttentionHandle.attend
@@ -120,7 +111,7 @@ def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, 
 
     monkeypatch.setattr(AttentionHandle, "attend", watched)
     feed(model, ids(2, 70))
-    assert len(whole) == 6 and not any(map(any, alive))
+    assert len(whole) == 4 and not any(map(any, alive))
 
 
 @pytest.mark.parametrize("sizes", [(3, 6, 2**24), (3, 2**24, 4), (2**24, 2**24, 2**24)], ids=str)
