@@ -17,26 +17,26 @@ GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_tok
 
 
 def test_bytes_are_counted_by_region(model_pair):
-    pair = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=4)
-    cache = feed(pair.leank, ids(2, 30), attention_mask=padded(30, 10))[CACHE]
+    model = model_pair(MASK_WIDTHS, sink=3, recent=6, flush=4).leank
+    cache = feed(model, ids(2, 30), attention_mask=padded(30, 10))[CACHE]
     memory = cache.memory()
     # Rows of 30 and 20 tokens, 9 whole tokens each; fp32; head_dim 16 in chunks of 4; a page of 64 each.
-    assert memory.kept_keys.used == (30 + 20) * (0 + 4 + 8 + 48) * 4
-    assert memory.kept_keys.allocated == 2 * 64 * (0 + 4 + 8 + 48) * 4
-    assert memory.kept_values.used == (30 + 20) * (2 + 3) * 16 * 4
-    assert memory.kept_values.allocated == 2 * 64 * (2 + 3) * 16 * 4
-    assert memory.window_keys.used == 2 * 9 * (16 + 12 + 8) * 4
-    assert memory.window_keys.allocated == 2 * 64 * (16 + 12 + 8) * 4
-    assert memory.window_values.used == 2 * 9 * 16 * 4
-    assert memory.window_values.allocated == 2 * 64 * 16 * 4
+    for region, num_tokens, num_channels in (
+        (memory.kept_keys, 30 + 20, 0 + 4 + 8 + 48),
+        (memory.kept_values, 30 + 20, (2 + 3) * 16),
+        (memory.window_keys, 2 * 9, 16 + 12 + 8),
+        (memory.window_values, 2 * 9, 16),
+    ):
+        assert region.used == num_tokens * num_channels * 4
+        assert region.allocated == 2 * 64 * num_channels * 4
     assert memory.dense_keys == memory.dense_values == (30 + 20) * 2 * 3 * 16 * 4
     assert memory.total.used == memory.keys.used + memory.values.used
     for _ in range(4):
-        cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
+        feed(model, ids(2, 1), cache)
     assert cache.memory().window_keys.used == 2 * 13 * (16 + 12 + 8) * 4
-    cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
+    feed(model, ids(2, 1), cache)
     assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
-    pending = feed(pair.leank, ids(2, 30), pair.leank.build_cache("deferred"))[CACHE].memory()
+    pending = feed(model, ids(2, 30), model.build_cache("deferred"))[CACHE].memory()
     used, keys, dense = pending.total.used, pending.pending_keys.used, pending.dense_keys
     assert used == 2 * keys == 2 * dense == 2 * 30 * 2 * 2 * 48 * 4
 
@@ -164,8 +164,7 @@ class TestOwnChannelMasks:
             cache.layers[0].set_channel_mask(mask)
 
 
-def test_padding_of_pending_input_is_known_without_a_mask(model_pair):
-    model = model_pair(MASK_WIDTHS).leank
+def test_padding_of_pending_input_is_known_without_a_mask(model):
     mask, positions = padded(24), (padded(24).cumsum(1) - 1).clamp(min=0)
     found = []
     for given in (mask, None):
@@ -176,7 +175,7 @@ def test_padding_of_pending_input_is_known_without_a_mask(model_pair):
     assert torch.equal(*found)
 
 
-def test_no_copy_of_a_cache_has_its_addresses(model_pair):
-    cache = feed(model_pair(MASK_WIDTHS).leank, ids(2, 40))[CACHE]
+def test_no_copy_of_a_cache_has_its_addresses(model):
+    cache = feed(model, ids(2, 40))[CACHE]
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert not set(cache.addresses()) & set(copied.addresses())
