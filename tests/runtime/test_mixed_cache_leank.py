@@ -5,7 +5,7 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
-from tests.runtime.tiny_inputs import feed, feed_both, ids
+from tests.runtime.tiny_inputs import WIDTHS, feed, feed_both, ids, padded
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -16,7 +16,7 @@ SLIDING = {"layer_types": KINDS, "sliding_window": WINDOW, "use_sliding_window":
 
 @pytest.fixture
 def model(model_pair):
-    return model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", **SLIDING).leank
+    return model_pair(WIDTHS, "Qwen3", **SLIDING).leank
 
 
 def prefilled(model, length, seed=0):
@@ -66,7 +66,7 @@ def test_drafts_that_are_all_taken_leave_no_past_that_a_crop_might_want(model):
 
 
 def test_it_drafts_for_a_model_of_its_kind_and_windows_record_for_a_draft_alone(model, model_pair):
-    main = model_pair([[0, 3, 16], [4, 8, 8]], "Qwen3", seed=5, **SLIDING).leank  # which takes few drafts
+    main = model_pair(WIDTHS, "Qwen3", seed=5, **SLIDING).leank  # which takes few drafts
     prompt, options = ids(1, 24), {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
     expected, cache = main.generate(prompt, **options), main.build_cache()
     assert torch.equal(main.generate(prompt, assistant_model=model, cache=cache, **options), expected)
@@ -87,13 +87,12 @@ def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
 @pytest.mark.parametrize("architecture", [row for row in FAMILIES if row.values[0].other_layers])
 def test_steps_are_captured_once_windows_are_full(architecture, padding, graphs, model_pair):
     options = dict(OPTIONS.get(architecture.model_type, SLIDING))
-    model = model_pair([[0, 3, 16], [4, 8, 8]], architecture.stem, **options).leank
+    model = model_pair(WIDTHS, architecture.stem, **options).leank
     if architecture.experts:
         model.config._experts_implementation = "grouped_mm"  # others ask the device for lengths
     turns, mask = [4, *[1] * 20, 3, *[1] * 5], None
     if padding is not None:
-        turns[0], mask = 14, torch.ones(2, sum(turns) + 10, dtype=torch.long)
-        mask[1, :padding] = 0
+        turns[0], mask = 14, padded(sum(turns) + 10, padding)
     cache, _ = feed_both(model, turns, mask)
     assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
     slides = "sliding_attention" in model.config.layer_types
