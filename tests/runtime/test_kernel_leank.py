@@ -53,9 +53,16 @@ def case_of(widths, rows, *, sink=SINK, columns=1, **change):
     )
 
 
-def hold(case, num_programs, **change):
+def kernels_for(case, num_programs):
+    """So many program instances of the kernels that serve a case."""
+    cache_dtype = None if case.store.key_scale is None else FP8
+    beside = {"has_sinks": case.sinks is not None, "value_chunk": case.layout.value_chunk}
+    return on_cpu(num_programs, cache_dtype=cache_dtype, **beside)
+
+
+def hold(case, num_programs):
     """Hold what so many program instances store and attend to the rule."""
-    kernels = on_cpu(num_programs, **change)
+    kernels = kernels_for(case, num_programs)
     case.check(run_case(kernels, case, SCALE), SCALE)
     assert case.is_appended_by(kernels)
 
@@ -64,12 +71,12 @@ def hold(case, num_programs, **change):
 @pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
 def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs):
     case = case_of(widths, DRAFT_ROWS, cache_dtype=FP8).of_one_checkpoint()
-    hold(case, num_programs, cache_dtype=FP8)
+    hold(case, num_programs)
 
 
 def test_rows_of_fp8_have_scales_of_their_own():
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=FP8)
-    hold(case, 7, cache_dtype=FP8)
+    hold(case, 7)
 
 
 def test_every_number_is_stored_as_torch_stores_it():
@@ -77,7 +84,7 @@ def test_every_number_is_stored_as_torch_stores_it():
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
     case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=FP8)
     case = replace(case, keys=numbers, values=numbers.flip(0))
-    assert case.is_appended_by(on_cpu(1, cache_dtype=FP8))
+    assert case.is_appended_by(kernels_for(case, 1))
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
@@ -85,7 +92,7 @@ def test_attention_sinks_take_their_share_once(num_programs):
     """However many program instances share a head; large ones too."""
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=FP8)
     case = replace(case, sinks=4 * case.sinks)
-    hold(case, num_programs, cache_dtype=FP8, has_sinks=True)
+    hold(case, num_programs)
     expected, without = (each.expected(SCALE) for each in (case, replace(case, sinks=None)))
     assert (expected - without).norm() > 0.1 * without.norm()
 
@@ -114,7 +121,7 @@ VALUES = [
 def test_pruned_values_follow_the_rule(widths, value_widths, num_programs, columns):
     rows = ROWS if columns == 1 else DRAFT_ROWS
     case = case_of(widths, rows, columns=columns, value_widths=value_widths, page_sizes=(64, 128))
-    hold(case, num_programs, value_chunk=case.layout.value_chunk)
+    hold(case, num_programs)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 64, 65, 130])
@@ -181,9 +188,7 @@ def test_turns(widths, change, by_torch):
         case = case_of(
             widths, [(columns + held, pruned) for held, pruned in stored], columns=columns, **change
         )
-        options = {"value_chunk": 32} if "value_widths" in change else {}
-        options |= {name: change[name] for name in ("cache_dtype", "has_sinks") if name in change}
-        kernels = on_cpu(1, **options)
+        kernels = kernels_for(case, 1)
         ours = run_turn(kernels if by_torch else TurnKernels(kernels.key), case, SCALE)
         case.check(ours, SCALE)
 
