@@ -12,10 +12,9 @@ from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.families import ARCHITECTURES
 from runtime import modeling_leank
 from runtime.modeling_leank import LeanKLlamaForCausalLM
-from tests.runtime.tiny_inputs import GREEDY, assert_close, everything, feed, feed_turns, ids, one_row
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS, assert_close, everything, feed, feed_turns, ids, one_row
 from tests.tiny_families import OPTIONS
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 LOOKUP = GenerationConfig(prompt_lookup_num_tokens=3)
 
 
@@ -32,7 +31,6 @@ def padded_batch():
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *((family, {}) for family in FAMILIES),
         ("Qwen3", {"num_beams": 3, "num_return_sequences": 2}),
         ("Qwen2", {"do_sample": True, "num_return_sequences": 2}),
         ("Mistral", {"prefill_chunk_size": 4}),
@@ -198,7 +196,7 @@ def test_without_a_cache_the_model_is_dense_and_trains_as_that_does(pair):
 @pytest.mark.parametrize("turns", [(20, 1, 1), (20, 3, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair):
-    model = model_pair([[0, 3, 16], [4, 8, 8]]).leank
+    model = model_pair(WIDTHS).leank
     cache, expected = model.build_cache(), model.build_cache()
     for seed, count in enumerate(turns):
         exact = feed(model, ids(2, count, seed), expected).logits
@@ -226,7 +224,7 @@ def test_gradients_of_a_turn_reach_its_own_keys_and_values(model_pair):
 
 
 def test_layers_with_windows_generate_with_the_logits_of_routers(model_pair):
-    pair = model_pair([[0, 3, 16], [4, 8, 8]], "GptOss", **OPTIONS["gpt_oss"])
+    pair = model_pair(WIDTHS, "GptOss", **OPTIONS["gpt_oss"])
     try:
         pair.dense.generate(one_row(), **GREEDY, output_router_logits=True)
     except RuntimeError:
@@ -360,10 +358,21 @@ def test_a_row_that_ended_before_others_goes_on_without_what_was_fed_to_it_since
     assert cache.rows.lengths.tolist() == [12 + turn + 19, 15 + turn + 19]
 
 
-@pytest.mark.parametrize("hidden", [slice(3, 5), slice(0, 1)])
-def test_a_mask_that_hides_other_tokens_than_a_rows_last_is_refused(hidden, model_pair):
-    model = model_pair(everything()).leank
-    with pytest.raises(ValueError, match="attention_mask differs in earlier columns from what they were run"):
+OTHER_MASK = "attention_mask differs in earlier columns from what they were run"
+
+
+@pytest.mark.parametrize(
+    ("family", "hidden", "message"),
+    [
+        ("llama", slice(3, 5), OTHER_MASK),
+        ("llama", slice(0, 1), OTHER_MASK),
+        ("qwen3_next", slice(12, 15), "a mask of earlier tokens of a cache with layers of linear attention"),
+    ],
+    ids=["in the middle", "the first", "the last of layers whose state cannot forget"],
+)
+def test_a_mask_that_hides_other_tokens_than_can_be_forgotten_is_refused(family, hidden, message, model_pair):
+    model = model_pair(everything(), ARCHITECTURES[family].stem, **OPTIONS.get(family, {})).leank
+    with pytest.raises(ValueError, match=message):
         two_turns(model, model.build_cache(), 5, hidden)
 
 
@@ -372,20 +381,11 @@ def test_a_turn_is_not_to_show_what_was_padding_nor_to_have_other_rows(model_pai
     cache, mask = model.build_cache(), torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
     feed(model, ids(2, 12), cache, attention_mask=mask)
-    with pytest.raises(ValueError, match="attention_mask differs in earlier columns"):
+    with pytest.raises(ValueError, match=OTHER_MASK):
         model.generate(ids(2, 15), cache=cache, **GREEDY)  # transformers takes all columns for real
     mask = torch.cat([mask, mask[:, -3:]], dim=1)
     with pytest.raises(ValueError, match="the input has 4 rows, the cache holds 2"):
         model.generate(ids(2, 15), attention_mask=mask, cache=cache, num_beams=2, **GREEDY)
-
-
-def test_layers_whose_state_cannot_forget_refuse_a_mask_that_hides_tokens(model_pair):
-    config = OPTIONS.get("qwen3_next", {})
-    model = model_pair(everything(heads=2), ARCHITECTURES["qwen3_next"].stem, **config).leank
-    with pytest.raises(
-        ValueError, match="a mask of earlier tokens of a cache with layers of linear attention"
-    ):
-        two_turns(model, model.build_cache(), 5, slice(12, 15))
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])

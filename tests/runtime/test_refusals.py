@@ -57,8 +57,8 @@ def test_what_only_dense_models_do_is_refused_and_leaves_the_model_whole(call, o
     assert torch.equal(model.generate(one_row(), **GREEDY), expected)
 
 
-def test_training_mode_refuses_a_cache(model_pair):
-    model = model_pair(everything()).leank.train()
+def test_training_mode_refuses_a_cache(model):
+    model.train()
     for call, options in ((model, {"use_cache": True}), (model.generate, GREEDY)):
         with pytest.raises(ValueError, match=r"training mode .* `model.eval\(\)`"):
             call(one_row(), **options)
@@ -81,33 +81,29 @@ def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, 
     feed(model, one_row(1).expand(2, -1), pending)
 
 
-def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(model, monkeypatch):
-    cache = model.build_cache()
-    monkeypatch.setattr(cache.layers[1], "split", Mock(side_effect=torch.OutOfMemoryError))
-    with pytest.raises(torch.OutOfMemoryError):
-        feed(model, one_row(), cache)
-    with pytest.raises(RuntimeError, match=r"did not reach every layer; call `reset\(\)`"):
-        feed(model, one_row(1), cache)
-    cache.reset()
-    monkeypatch.undo()
-    feed(model, one_row(), cache)
-
-
-@pytest.mark.parametrize("columns", [1, 40])
-@pytest.mark.parametrize("index", [0, 1, -1])
-def test_nor_does_a_step_that_failed_go_unnoticed(index, columns, model, monkeypatch):
-    cache = feed(model, one_row())[CACHE]
-    monkeypatch.setattr(cache.layers[index].store, "append", Mock(side_effect=KeyboardInterrupt))
+@pytest.mark.parametrize(
+    ("held", "index", "columns"), [(0, 1, 21), (21, 0, 1), (21, 1, 1), (21, 0, 40), (21, 1, 40)]
+)
+def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(
+    held, index, columns, model, monkeypatch
+):
+    cache = feed(model, one_row(held))[CACHE] if held else model.build_cache()
+    layer = cache.layers[index]
+    failing = (layer.store, "append") if held else (layer, "split")
+    monkeypatch.setattr(*failing, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         feed(model, one_row(columns), cache)
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match=r"did not reach every layer; call `reset\(\)`"):
-        feed(model, one_row(columns), cache)
+    for count in (1, columns):
+        with pytest.raises(RuntimeError, match=r"did not reach every layer; call `reset\(\)`"):
+            feed(model, one_row(count), cache)
+    cache.reset()
+    feed(model, one_row(), cache)
 
 
-def test_a_pass_without_input_is_refused(model_pair):
+def test_a_pass_without_input_is_refused(model):
     with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds is given"):
-        model_pair(everything()).leank(cache=None)
+        model(cache=None)
 
 
 @pytest.mark.parametrize(
@@ -152,27 +148,22 @@ def test_foreign_caches_are_refused_also_empty_ones_because_they_would_stay_empt
                 call(one_row(), cache=cache)
 
 
-def test_an_empty_cache_of_another_model_is_refused(model_pair):
+def test_a_cache_of_a_model_of_other_channels_or_another_mean_is_refused_empty_and_filled(model_pair):
     mine = model_pair([[0, 4], [4, 8]]).leank
-    for masks in (random_mask([[0, 4], [4, 8]], seed=1), [[0, 4], [8, 4]], everything(layers=1)):
-        other = model_pair(masks).leank
-        for call in (mine, mine.generate):
-            with pytest.raises(
-                ValueError, match=r"a model that keeps other channels, .*`model.build_cache\(\)`"
-            ):
-                call(one_row(), cache=other.build_cache())
-    mine.generate(one_row(), cache=copy.deepcopy(mine).build_cache(), **GREEDY)
-
-
-def test_a_cache_of_another_v_or_mean_or_with_anothers_tokens_is_refused(model_pair):
-    mine = model_pair([[0, 4], [4, 8]]).leank
-    less_v, centred = copy.deepcopy(mine), copy.deepcopy(mine)
+    same, less_v, centred = (copy.deepcopy(mine) for _ in range(3))
     less_v.config.leank = {**mine.config.leank, "value_widths": [[0, 8], [8, 8]]}
     centred.key_means = [torch.ones(1, 2, 16)] * 2
-    filled = feed(model_pair([[0, 4], [8, 4]]).leank, one_row())[CACHE]
-    for cache in (less_v.build_cache(), centred.build_cache(), filled):
-        with pytest.raises(ValueError, match="keeps other channels, or centres keys otherwise"):
-            mine.generate(one_row(30), cache=cache, **GREEDY)
+    masks = random_mask([[0, 4], [4, 8]], seed=1), [[0, 4], [8, 4]], everything(layers=1)
+    others = [model_pair(own).leank for own in masks]
+    given = [
+        (call, other.build_cache()) for other in (*others, less_v, centred) for call in (mine, mine.generate)
+    ]
+    given.append((mine.generate, feed(others[1], one_row())[CACHE]))
+    message = r"keeps other channels, or centres keys otherwise.*`model.build_cache\(\)`"
+    for call, cache in given:
+        with pytest.raises(ValueError, match=message):
+            call(one_row(30), cache=cache)
+    mine.generate(one_row(), cache=same.build_cache(), **GREEDY)
 
 
 def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair):
