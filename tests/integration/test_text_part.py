@@ -1,11 +1,9 @@
 """The text model of a model that also reads images is converted where it lies."""
 
-import json
-
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.checkpoint_io import open_checkpoint
@@ -16,7 +14,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.train.model import load_model, open_model
 from leank_convert.verify import verify_checkpoint
 from tests.checks import edit_json, refusal, rejected
-from tests.tiny_families import OPTIONS
+from tests.tiny_families import OPTIONS, weights_of
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, **HEADS}
@@ -42,21 +40,6 @@ def whole(request, tmp_path):
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("testbed")).save_pretrained(folder)
     return model, folder
-
-
-def split(folder, name_of):
-    """Store tensors of images in a shard of their own, and all by the names that `name_of` gives."""
-    tensors = {name_of(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    (folder / "model.safetensors").unlink()
-    weight_map = {
-        name: f"model-0000{1 + ('language_model' in name or 'lm_head' in name)}-of-00002.safetensors"
-        for name in tensors
-    }
-    for file in sorted(set(weight_map.values())):
-        own = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
-        save_file(own, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def logits(model):
@@ -86,7 +69,9 @@ def test_shards_and_older_names_are_read(whole, tmp_path):
             return f"language_model.{name.removeprefix('language_model.')}"
         return name.replace("model.language_model.", "language_model.model.")
 
-    split(folder, older)
+    tensors = {older(name): tensor for name, tensor in weights_of(folder).items()}
+    (folder / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size="20KB")  # many files, some of images alone
     out = export_checkpoint(folder, None, tmp_path / "out", **WHOLE)
     converted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
     torch.testing.assert_close(logits(converted), logits(model))
