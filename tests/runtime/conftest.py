@@ -15,11 +15,6 @@ from tests.runtime.tiny_inputs import INT4_WIDTHS, VOCAB, WIDTHS
 from tests.tiny_families import random_mask
 
 
-def packed(masks):
-    """Masks `[L, H_kv, D]` as a `leank` block has them."""
-    return [np.packbits(mask.numpy(), axis=-1).tobytes().hex() for mask in masks]
-
-
 def build_pair(
     masks, family="Llama", groups=2, sink=3, recent=6, flush=4, prune="eager", seed=0, head_dim=16, **config
 ):
@@ -49,7 +44,7 @@ def build_pair(
     block = {
         "format_version": 1,
         "widths": masks.sum(-1).tolist(),
-        "channel_masks": packed(masks),
+        "channel_masks": [np.packbits(mask.numpy(), axis=-1).tobytes().hex() for mask in masks],
         "head_permutation": [list(range(num_kv_heads))] * num_pruned,
         "sink_size": sink,
         "recent_size": recent,

@@ -21,7 +21,6 @@ from runtime.tools import concatenate, fork
 from tests.runtime.tiny_inputs import VOCAB, assert_close
 
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
-POOLS = ("kept_keys", "values", "window_keys", "window_values")
 # All numbers that e4m3 has, by the definition of its bits.
 NUMBERS = sorted(
     {0.0}
@@ -248,7 +247,7 @@ class Conversation:
         """Hold all logits to the rule, and what the cache holds to its dtype."""
         dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "auto": self.pair.leank.dtype}
         for layer in self.cache.pruned_layers:
-            held = [] if layer.store is None else [getattr(layer.store.tensors, name) for name in POOLS]
+            held = () if layer.store is None else layer.store.tensors[:4]
             assert {pool.dtype for pool in held} <= {dtype[self.cache.kv_dtype]}
         for row, expected in zip(self.rows, self.expected(), strict=True):
             if row.tokens:
