@@ -13,24 +13,18 @@ from leank_convert.mask import ChannelMask
 from tests.tiny_families import OPTIONS, random_mask, tiny_model, word_tokenizer
 
 FULL = ["full_attention"]
+WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
+GREEDY = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @dataclass
 class Converted:
-    """A checkpoint, the model it was made of, and its mask and mean of keys in that model's head order."""
+    """A checkpoint, the model it was made of, and its mask in that model's head order."""
 
     source: Path
     folder: Path
     channel_mask: torch.Tensor
-    key_mean: torch.Tensor | None = None
-
-
-def draw_mask(widths, seed, centred):
-    """Channels [L, H_kv, D] that keep these widths, and a mean of keys or None."""
-    mask = random_mask(widths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    return mask, (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
 
 
 def convert(
@@ -53,10 +47,12 @@ def convert(
     fast.save_pretrained(source)
 
     num_layers = {**OPTIONS.get(family, {}), **config}.get("layer_types", FULL * 2).count(*FULL)
-    mask, key_mean = draw_mask([[16, 16]] * num_layers if widths is None else widths, seed, centred)
+    mask = random_mask([[16, 16]] * num_layers if widths is None else widths, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
     windows = dict(zip(("sink_size", "recent_size", "flush_size"), sizes, strict=True))
     export_checkpoint(source, ChannelMask(mask, None, None, key_mean), folder, **windows)
-    return Converted(source, folder, mask, key_mean)
+    return Converted(source, folder, mask)
 
 
 @pytest.fixture
@@ -68,11 +64,10 @@ def converted(tmp_path):
 @pytest.fixture(scope="session")
 def example(once_per_run):
     """A checkpoint with a mean, both of whose layers change their head order; not to be changed."""
-    widths = [[8, 0], [16, 3]]
 
     def get(family):
-        folder = once_per_run(f"example-{family}", lambda out: convert(out, family, widths, centred=True))
-        return Converted(folder / "model-source", folder / "model", *draw_mask(widths, 0, True))
+        folder = once_per_run(f"example-{family}", lambda out: convert(out, family, WIDTHS, centred=True))
+        return Converted(folder / "model-source", folder / "model", random_mask(WIDTHS))
 
     return get
 

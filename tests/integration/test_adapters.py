@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from leank_convert import convert_adapter, export_checkpoint
 from tests.checks import done, edit_json, refusal, rejected
+from tests.integration.conftest import GREEDY, WIDTHS
 
 peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADAPTERS = {
     "llama": {"rank_pattern": {"k_proj": 3}},

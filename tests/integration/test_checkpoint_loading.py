@@ -15,10 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from leank_convert._runtime.configuration_leank import CACHE
 from tests.checks import edit_json, edit_tensors, failed, run_python
+from tests.integration.conftest import GREEDY, WIDTHS
 from tests.tiny_families import batch
-
-GREEDY = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
-WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 
 # Runs where `leank_convert`, its dependencies and tilelang cannot be imported.
 STRANGER = """
@@ -28,11 +26,10 @@ for name in ("leank_convert", "runtime", "tilelang", "pydantic", "matplotlib", "
 warnings.simplefilter("error")
 import torch
 from transformers import AutoModelForCausalLM
-settings = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    print(model.generate(torch.arange(4, 34)[None], **settings).tolist())
-"""
+    print(model.generate(torch.arange(4, 34)[None], **GREEDY).tolist())
+""".replace("GREEDY", str(GREEDY))
 
 
 def test_every_auto_class_finds_its_class(converted):
@@ -74,7 +71,7 @@ def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
     result = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
     store = result[CACHE].layers[0].store.tensors
     assert store.kept_keys.dtype == store.window_values.dtype == dtype
-    assert result.sequences.shape == (2, 43)
+    assert result.sequences.shape == (2, 39)
 
 
 def test_a_model_that_lies_on_several_devices_says_what_that_costs(converted, load, tmp_path, caplog):
@@ -218,4 +215,4 @@ def test_two_checkpoints_live_in_one_process(converted, load):
     assert third.generate(**batch(), **GREEDY).tolist() == alone.tolist()
     assert second.generate(**batch(), **GREEDY).tolist() == other.tolist()
     dense = AutoModelForCausalLM.from_pretrained(one.source).eval()
-    assert dense.generate(**batch(), **GREEDY).shape == (2, 43)
+    assert dense.generate(**batch(), **GREEDY).shape == (2, 39)

@@ -25,9 +25,8 @@ from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.train.attention import ATTENTION_NAME
 from tests.checks import facts_of, failed, short_recipe
+from tests.integration.conftest import GREEDY
 from tests.tiny_families import FAMILIES, batch, some_families
-
-GREEDY = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
 
 
 @pytest.mark.parametrize("row", FAMILIES)

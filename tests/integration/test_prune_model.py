@@ -3,7 +3,6 @@
 import copy
 import re
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from leank_convert import prune_model
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, load_mask
+from tests.integration.conftest import GREEDY, WIDTHS
 from tests.tiny_families import FAMILIES, batch
 
-WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order in a checkpoint
 SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
 
 
 def tokens(model, **options):
