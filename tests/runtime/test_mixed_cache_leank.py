@@ -23,18 +23,13 @@ def prefilled(model, length, seed=0):
     return feed(model, ids(1, length, seed), model.build_cache())[CACHE]
 
 
-def decoded(model, cache, tokens, positions):
-    return feed(model, tokens, cache, position_ids=positions).logits
-
-
 def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
-    alone = [
-        decoded(model, prefilled(model, length, row), ids(1, 3, 9), torch.arange(3)[None] + length)
-        for row, length in enumerate(LENGTHS)
+    tokens, positions = ids(1, 3, 9), torch.tensor(LENGTHS)[:, None]
+    caches = [[prefilled(model, length, row) for row, length in enumerate(LENGTHS)] for _ in range(2)]
+    alone, joined = [feed(model, tokens, cache).logits for cache in caches[0]], concatenate(caches[1])
+    steps = [
+        feed(model, tokens[:, [i]].expand(2, 1), joined, position_ids=positions + i).logits for i in range(3)
     ]
-    cache = concatenate([prefilled(model, length, row) for row, length in enumerate(LENGTHS)])
-    positions = torch.tensor(LENGTHS)[:, None]
-    steps = [decoded(model, cache, ids(1, 3, 9)[:, [i]].expand(2, 1), positions + i) for i in range(3)]
     torch.testing.assert_close(torch.cat(steps, 1), torch.cat(alone))
 
 
@@ -48,9 +43,8 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     cache = model.build_cache("deferred")
     feed(model, ids(1, length).expand(2, -1), cache)
     drop(cache)
-    positions = torch.arange(12)[None]
-    expected = decoded(model, model.build_cache("deferred"), ids(1, 12, 1), positions)
-    assert torch.equal(decoded(model, cache, ids(1, 12, 1), positions), expected)
+    expected = feed(model, ids(1, 12, 1), model.build_cache("deferred")).logits
+    assert torch.equal(feed(model, ids(1, 12, 1), cache).logits, expected)
     assert cache.memory().other_keys.used == 2 * 3 * (WINDOW - 1) * 16 * 4
 
 
@@ -60,7 +54,7 @@ def test_drafts_that_are_all_taken_leave_no_past_that_a_crop_might_want(model):
         pytest.skip("this transformers drops what windows passed over, and crops by keeping copies")
     cache.activate_past_recording()
     for turn in range(3):
-        decoded(model, cache, ids(1, 4, turn), torch.arange(4)[None] + cache.get_seq_length())
+        feed(model, ids(1, 4, turn), cache)
         cache.crop(0)
     assert [layer.keys.shape[2] for layer in cache.other_layers.values()] == [WINDOW - 1] * 2
 
@@ -76,11 +70,9 @@ def test_it_drafts_for_a_model_of_its_kind_and_windows_record_for_a_draft_alone(
 def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair):
     options = {**OPTIONS["qwen3_next"], "layer_types": ["linear_attention", "full_attention"]}
     model = model_pair([[0, 3, 16]], "Qwen3Next", **options).leank
-    cache, positions, tokens = model.build_cache(), torch.arange(12)[None], ids(1, 12, 1).expand(2, -1)
-    decoded(model, cache, ids(1, 12), positions)
+    cache, tokens = prefilled(model, 12), ids(1, 12, 1).expand(2, -1)
     cache.reset()
-    expected = decoded(model, model.build_cache(), tokens, positions)
-    assert torch.equal(decoded(model, cache, tokens, positions), expected)
+    assert torch.equal(feed(model, tokens, cache).logits, feed(model, tokens).logits)
 
 
 @pytest.mark.parametrize("padding", [None, 12])
@@ -112,9 +104,9 @@ def test_why_a_step_is_not_captured(graphs, model):
     cache = prefilled(model, WINDOW - 3)
     reasons = []
     for count in (1, 1, 1, 2):
-        decoded(model, cache, ids(1, count), torch.arange(count)[None] + cache.get_seq_length())
+        feed(model, ids(1, count), cache)
         reasons.append(cache.graph.why_eager)
-    model(ids(1, 1), position_ids=torch.tensor([[cache.get_seq_length()]]), cache=cache)
+    model(ids(1, 1), cache=cache)
     assert [*reasons, cache.graph.why_eager] == [
         *["a window of 7 tokens, in layers that are not pruned, is not full"] * 2,
         "the first step of its kind",
@@ -125,6 +117,6 @@ def test_why_a_step_is_not_captured(graphs, model):
 
 def test_a_step_lets_go_of_the_prompt(model):
     cache = prefilled(model, 20)
-    decoded(model, cache, ids(1, 1), torch.tensor([[20]]))
+    feed(model, ids(1, 1), cache)
     for layer in cache.other_layers.values():
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
