@@ -10,7 +10,7 @@ import torch
 from leank_convert import warmup
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
-from tests.checks import edit_json, refusal, run
+from tests.checks import edit_json, refusal, run, write
 
 CPU = torch.device("cpu")
 
@@ -38,8 +38,7 @@ def plant(checkpoint, tmp_path, marker):
             for path in folder.glob("*_leank.py"):
                 path.write_text(path.read_text() + text)
         if "custom_generate" in places:
-            (folder / "custom_generate").mkdir()
-            (folder / "custom_generate" / "generate.py").write_text(text + "def generate(model): ...\n")
+            write("custom_generate/generate.py", text + "def generate(model): ...\n")(folder)
         if "tokenizer" in places:
             (folder / "tokenizer_own.py").write_text(text)
             auto_map = {"AutoTokenizer": [None, "tokenizer_own.T"]}

@@ -9,11 +9,10 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
 from tests.runtime.conftest import coded_pair
-from tests.runtime.tiny_inputs import assert_close, feed, ids, padded
+from tests.runtime.tiny_inputs import GREEDY, assert_close, feed, ids, padded
 from tests.tiny_families import random_mask
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
-GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
 
 
 def test_bytes_are_counted_by_region(model_pair):
