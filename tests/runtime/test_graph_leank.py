@@ -168,7 +168,7 @@ def test_a_reset_cache_begins_again(graphs, model):
 
 
 class TestFailure:
-    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model, caplog):
+    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model):
         graphs.append(RuntimeError("operation not permitted"))
         cache = fed(model, [15] + [1] * 20, 0, mask=padded(35))
         assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
