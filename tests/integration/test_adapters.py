@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 from leank_convert import convert_adapter, export_checkpoint
 from tests.checks import done, edit_json, refusal, rejected
 from tests.integration.conftest import GREEDY, WIDTHS
+from tests.tiny_families import batch
 
 peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+PROMPT = batch()["input_ids"][:1]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADAPTERS = {
     "llama": {"rank_pattern": {"k_proj": 3}},
@@ -24,10 +26,6 @@ ADAPTERS = {
     "glm4": {"modules_to_save": ["post_self_attn_layernorm"]},
     "olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
 }
-
-
-def prompt():
-    return torch.randint(4, 64, (1, 23), generator=torch.Generator().manual_seed(1))
 
 
 def adapter_of(source, folder, **options):
@@ -43,7 +41,7 @@ def adapter_of(source, folder, **options):
     model.save_pretrained(folder)
     model.eval()
     with torch.no_grad():
-        return folder, model(prompt()).logits, model.generate(prompt(), **GREEDY)
+        return folder, model(PROMPT).logits, model.generate(PROMPT, **GREEDY)
 
 
 @pytest.mark.parametrize("family", ADAPTERS)
@@ -58,12 +56,12 @@ def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, 
         models[-1].load_adapter(str(new))
     for model in models:
         with torch.no_grad():
-            torch.testing.assert_close(model(prompt(), use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
-        assert model.generate(prompt(), **GREEDY).tolist() == tokens.tolist()
+            torch.testing.assert_close(model(PROMPT, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
+        assert model.generate(PROMPT, **GREEDY).tolist() == tokens.tolist()
     # Else the test would pass without a conversion.
     wrong = peft.PeftModel.from_pretrained(load(checkpoint.folder), lora).eval()
     with torch.no_grad():
-        assert (wrong(prompt(), use_cache=False).logits - logits).abs().max() > 0.05
+        assert (wrong(PROMPT, use_cache=False).logits - logits).abs().max() > 0.05
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
         load(checkpoint.folder).load_adapter(str(lora))
 
@@ -140,8 +138,8 @@ def test_an_adapter_that_was_trained_on_the_checkpoint_is_marked_as_fitting(conv
     shutil.copytree(tmp_path / "new", tmp_path / "repository" / "adapter")
     model.load_adapter(str(tmp_path / "repository"), adapter_kwargs={"subfolder": "adapter"})
     with torch.no_grad():
-        assert torch.equal(model(prompt()).logits, logits)
-    assert torch.equal(model.generate(prompt(), **GREEDY), tokens)
+        assert torch.equal(model(PROMPT).logits, logits)
+    assert torch.equal(model.generate(PROMPT, **GREEDY), tokens)
     with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
         load(other.folder).load_adapter(str(tmp_path / "new"))
 

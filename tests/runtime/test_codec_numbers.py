@@ -13,7 +13,7 @@ from runtime.fp8_leank import key_scale_of, reread, scale_of
 from runtime.fp8_leank import quantise as quantise_fp8
 from tests.runtime.conftest import coded_pair
 from tests.runtime.conversation import NUMBERS, in_eight_bits
-from tests.runtime.tiny_inputs import feed, ids
+from tests.runtime.tiny_inputs import everything, feed, ids
 
 
 def test_fp8_is_clamped_and_rounded_to_the_nearest_even():
@@ -88,8 +88,7 @@ def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, mod
     losses = []
     rope = {"rope_type": "default", "rope_theta": 1e6}
     for size in (0.0, 150.0):
-        everything = torch.ones(2, 2, 32, dtype=torch.bool)
-        model = model_pair(everything, "Qwen2", groups=2, rope_parameters=rope).leank
+        model = model_pair(everything(head_dim=32), "Qwen2", rope_parameters=rope).leank
         with torch.no_grad():
             for layer in model.model.layers:
                 bias = layer.self_attn.k_proj.bias.view(2, 2, 16)
