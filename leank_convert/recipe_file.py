@@ -239,7 +239,7 @@ def _packaged_files() -> dict[str, Traversable]:
 
 
 def _read_text(path_or_name: str | Path) -> str:
-    name, path = str(path_or_name), Path(path_or_name)
+    path = Path(name := str(path_or_name))
     packaged = _packaged_files()
     try:
         path = user_path(path_or_name)

@@ -179,12 +179,13 @@ def test_no_key_of_a_number_takes_anything_else_or_one_beyond_all_measure(write,
         ("./elsewhere/zzz.yaml", "neither a file", "quickstart"),
         ("x" * 10**6, "x{80}…` is neither a file nor a packaged recipe", ""),
         ("~nobody/r.yaml", "recipe `~nobody/r.yaml` is neither a file nor", ""),
+        ({"seed": 1}, "recipe `{'seed': 1}` is neither a file nor", ""),
         (".", "is a folder, a pipe or a device", ""),
         ("pipe", "is a folder, a pipe or a device", ""),
         ("/dev/zero", "is a folder, a pipe or a device", ""),
         ("binary.yaml", "is not UTF-8 text: line 2", ""),
     ],
-    ids=lambda value: value[:20],
+    ids=lambda value: str(value)[:20],
 )
 def test_what_is_no_file_of_text_is_refused_and_a_packaged_recipe_suggested(
     name, message, hint, tmp_path, monkeypatch
