@@ -7,46 +7,42 @@ from leank_convert.train.selection import select_channels
 from tests.checks import refusal
 
 
-def restate_nearest(factors, ratio, r, cap=None):
-    """The paper's operator, one channel at a time."""
-    layers, heads, dim = factors.shape
+def best_first(factors):
+    """Places of one dimension, the first of equal ones first."""
     values = factors.tolist()
-    ranked = sorted(
-        (-values[i][j][k], i, j, k) for i in range(layers) for j in range(heads) for k in range(dim)
-    )
-    best = ranked[: math.floor(round((1 - ratio) * len(ranked), 9) + 0.5)]
+    return sorted(range(len(values)), key=lambda place: (-values[place], place))
+
+
+def keep_best(factors, widths):
     mask = torch.zeros(factors.shape, dtype=torch.bool)
-    for i in range(layers):
-        for j in range(heads):
-            n = sum(1 for _, a, b, _ in best if (a, b) == (i, j))
-            width = min(dim // r * r, math.floor((n + r / 2) / r) * r)
-            while cap is not None and width > cap:
-                width -= r
-            for k in sorted(range(dim), key=lambda k: (-values[i][j][k], k))[:width]:
-                mask[i, j, k] = True
+    for kept, values, width in zip(mask.flatten(0, 1), factors.flatten(0, 1), widths, strict=True):
+        kept[best_first(values)[:width]] = True
     return mask
+
+
+def restate_nearest(factors, ratio, r, cap):
+    """The paper's operator, one head at a time."""
+    layers, heads, dim = factors.shape
+    best = best_first(factors.flatten())[: math.floor(round((1 - ratio) * factors.numel(), 9) + 0.5)]
+    widths = []
+    for head in range(layers * heads):
+        n = sum(1 for place in best if place // dim == head)
+        widths.append(min(min(dim, cap) // r * r, math.floor((n + r / 2) / r) * r))
+    return keep_best(factors, widths)
 
 
 def restate_budget(factors, ratio, r, cap):
     """One multiple at a time to the head whose next best channels have the largest sum, while one fits."""
     layers, heads, dim = factors.shape
-    values = factors.tolist()
-    mask = torch.zeros(factors.shape, dtype=torch.bool)
-    allowed = round((1 - ratio) * factors.numel(), 9)
-    while True:
-        offers = []
-        for i in range(layers):
-            for j in range(heads):
-                order = sorted(range(dim), key=lambda k: (-values[i][j][k], k))
-                width = int(mask[i, j].sum())
-                if width + r <= min(dim, cap):
-                    offers.append((-sum(values[i][j][k] for k in order[width : width + r]), i, j))
-        if not offers or int(mask.sum()) + r > allowed:
-            return mask
-        _, i, j = min(offers)
-        order = sorted(range(dim), key=lambda k: (-values[i][j][k], k))
-        for k in order[: int(mask[i, j].sum()) + r]:
-            mask[i, j, k] = True
+    ranked = [sorted(values, reverse=True) for values in factors.flatten(0, 1).tolist()]
+    widths = [0] * layers * heads
+    while sum(widths) + r <= round((1 - ratio) * factors.numel(), 9):
+        growing = [head for head, width in enumerate(widths) if width + r <= min(dim, cap)]
+        if not growing:
+            break
+        most = max(growing, key=lambda head: sum(ranked[head][widths[head] : widths[head] + r]))
+        widths[most] += r
+    return keep_best(factors, widths)
 
 
 def draw(kind, shape, seed):
@@ -72,7 +68,7 @@ def test_the_choice_equals_its_restatement(kind, shape, ratio):
         factors = (draw(kind, shape, seed=r) * 16).round() / 16
         settings = {"pruning_ratio": ratio, "width_multiple": r, "max_width": cap}
         chosen = select_channels(factors, **settings)
-        assert torch.equal(chosen, restate_nearest(factors, ratio, r, cap))
+        assert torch.equal(chosen, restate_nearest(factors, ratio, r, cap or shape[2]))
         chosen = select_channels(factors, rounding="budget", **settings)
         assert torch.equal(chosen, restate_budget(factors, ratio, r, cap or shape[2]))
 
