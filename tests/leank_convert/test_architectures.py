@@ -21,7 +21,6 @@ LLAMA = {
     "num_key_value_heads": 2,
     "hidden_size": 64,
 }
-QWEN2 = {**LLAMA, "model_type": "qwen2"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 SLIDING = "of 2 layers attend within a sliding window only"
@@ -147,7 +146,7 @@ def test_kinds_of_rope_that_transformers_computes_are_read(rope):
     ],
 )
 def test_layers_with_full_attention_are_pruned_and_windows_that_none_uses_are_no_obstacle(changes, layers):
-    facts = read_model_facts({**QWEN2, **changes}, origin="config.json")
+    facts = read_model_facts({**LLAMA, "model_type": "qwen2", **changes}, origin="config.json")
     assert facts.layers == layers and facts.is_mixed == (len(layers) == 1)
     assert facts.mask_shape == (len(layers), 2, 8)
 

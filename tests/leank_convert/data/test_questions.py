@@ -9,13 +9,12 @@ from leank_convert.data.sample import encode_prompts, join_questions
 from tests.checks import refusal, section
 
 EIGHT = {"questions_per_context": 8}
-TASKS = ["retrieval", "multi_value", "passkey"]
 ASKED = {
     "retrieval": r"Which code opens locker (\S+)\?",
     "multi_value": r"Which parcels did the courier leave for ([A-Z]\w+ [A-Z]\w+)\?",
     "passkey": r"What did telegram number (\d+) read\?",
 }
-every_task = pytest.mark.parametrize("task", TASKS)
+every_task = pytest.mark.parametrize("task", ASKED)
 
 
 def answer_in(document, task, asked):
