@@ -126,6 +126,18 @@ def source_model(tmp_path):
     return build
 
 
+@pytest.fixture
+def source(source_model):
+    """Its Llama, in several shards."""
+    return source_model()
+
+
+@pytest.fixture
+def out(tmp_path):
+    """Where a test writes to: nothing is there yet."""
+    return tmp_path / "out"
+
+
 @pytest.fixture(scope="session")
 def retriever_onnx(retriever_centred):
     """An ONNX folder of its checkpoint, with windows of 3, 6 and 4 tokens."""

@@ -46,10 +46,8 @@ def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path, mask):
     assert "    1    8%  0  0  0  4" in text
 
 
-def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(tmp_path, mask, source_model):
-    out = export_checkpoint(
-        source_model(), ChannelMask(mask), tmp_path / "out", sink_size=3, prune="deferred"
-    )
+def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(mask, source, out):
+    export_checkpoint(source, ChannelMask(mask), out, sink_size=3, prune="deferred")
     facts = inspect_artifact(out)
     assert facts["kind"] == "checkpoint" and facts["model_type"] == "leank_llama"
     assert facts["widths"] == [[0, 0, 0, 12], [0, 0, 0, 4], [0, 0, 1, 1]]
@@ -82,8 +80,7 @@ def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned():
     assert "blocks of 64 tokens: dense 0, pruned 0\n" in render_inspection(none)
 
 
-def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
-    source = source_model()
+def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source):
     known = provenance_of(
         source, pruning_ratio_asked=0.75, width_multiple=4, recipe="steps: 3\nseed: 7\n", seed=7
     )
@@ -105,8 +102,8 @@ def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
-def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(tmp_path, mask, source_model):
-    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
+def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(mask, source, out):
+    export_checkpoint(source, ChannelMask(mask), out)
     whole = read_json(out / "config.json")["leank"]
     for key, value in itertools.product(
         ("flush_size", "widths", "head_permutation", "pruning_ratio"), (..., None, True, [[1, 2]])
@@ -118,8 +115,8 @@ def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(tmp_pat
             inspect_artifact(out)
 
 
-def test_a_mask_in_the_place_of_the_exported_one_is_told(tmp_path, mask, source_model):
-    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
+def test_a_mask_in_the_place_of_the_exported_one_is_told(mask, source, out):
+    export_checkpoint(source, ChannelMask(mask), out)
     save_mask(ChannelMask(~mask), out / MASK_FILE_NAME)
     for read in (inspect_artifact, lambda folder: load_artifact(str(folder)), load_pruned):
         with refusal(f"{out / MASK_FILE_NAME}` is not the mask that the checkpoint was exported with"):

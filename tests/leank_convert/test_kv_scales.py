@@ -59,12 +59,14 @@ def test_each_checkpoint_runs_the_parts_that_it_carries_whatever_was_loaded_befo
 
 
 @pytest.fixture
-def exported(source_model, tmp_path):
+def exported(source, out):
     """A model in several shards, whose mask moves heads, and its checkpoint with random scales."""
-    source = source_model("llama")
     scales = random_scales()
-    options = {"kv_dtype": "fp8", "kv_scales": scales}
-    return source, scales, export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
+    return (
+        source,
+        scales,
+        export_checkpoint(source, fitting_mask(source), out, kv_dtype="fp8", kv_scales=scales),
+    )
 
 
 def tensors_of(folder):
@@ -126,9 +128,8 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
         assert torch.allclose(stock(ids).logits, original(ids).logits, atol=1e-4)
 
 
-def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, tmp_path):
-    source = source_model("llama")
-    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_dtype="fp8")
+def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source, out):
+    export_checkpoint(source, fitting_mask(source), out, kv_dtype="fp8")
     assert read_json(out / "config.json")["leank"]["kv_scales"] is None
     assert tensors_of(out).keys() == tensors_of(source).keys() and verify_checkpoint(out, source=source).ok
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
@@ -239,8 +240,7 @@ def test_what_has_no_such_cache_refuses_in_a_sentence(exported_testbed, tmp_path
         kv_scales.describe_cache("int4", random_scales())
 
 
-def test_scales_of_another_model_are_refused(source_model, tmp_path):
-    source = source_model("llama")
+def test_scales_of_another_model_are_refused(source, tmp_path):
     for options, message in (
         ({"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}, r"^scales are \[2, 4, 12\] and \[2, "),
         ({"kv_scales": random_scales()}, "^`kv_dtype` is None, not one of fp8, int4$"),

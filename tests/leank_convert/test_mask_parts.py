@@ -40,11 +40,6 @@ WITHOUT = {"key_mean": {"key_mean": None}, "values": {"value_basis": None, "valu
 
 
 @pytest.fixture
-def source(source_model):
-    return source_model()
-
-
-@pytest.fixture
 def masks(source):
     """Masks of it with a mean of keys and scaling factors, and with V pruned."""
     told = {"pruning_ratio_asked": 0.7, "width_multiple": 4, "seed": 0}
@@ -222,18 +217,6 @@ def test_they_are_told_by_inspect_card_and_report(source, masks, tmp_path):
     model = inspect_artifact(source)
     assert model["with_values_pruned"]["saved"] == pytest.approx(0.6, abs=1e-3)
     assert "with V at `value_pruning_ratio` 0.5, too: 60.0% saved" in render_inspection(model)
-
-
-def test_a_run_keeps_its_own_mean(source, masks, tmp_path):
-    """The same channels with another mean, or without, are another mask."""
-    mask, out = masks["key_mean"], tmp_path / "run"
-    out.mkdir()
-    save_mask(mask, out / MASK_FILE_NAME)
-    for other in (replace(mask, key_mean=None), replace(mask, key_mean=mask.key_mean + 1)):
-        with refusal("is another mask than the one to export; it would be lost"):
-            export_checkpoint(source, other, out)
-    export_checkpoint(source, mask, out)
-    assert failed(out) == {}
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])

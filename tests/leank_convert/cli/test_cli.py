@@ -82,8 +82,7 @@ def test_a_full_disk_or_a_missing_file_is_told_in_one_line(given, told, tmp_path
     assert rejected("train", "testbed", "-o", tmp_path / "out") == f"error: {told}\n"
 
 
-def test_window_flags_reach_the_checkpoint(tmp_path):
-    out = tmp_path / "out"
+def test_window_flags_reach_the_checkpoint(out):
     sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3", "--prune", "deferred"]
     done("export", "testbed", "--all-channels", *sizes, "-o", out)
     facts = json.loads(done("inspect", out, "--json"))
@@ -110,7 +109,7 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(
     assert snapshot(tmp_path) == before
 
 
-def test_verify_reports_and_its_exit_code_tells(tmp_path, shipped_checkpoint, copy_of):
+def test_verify_reports_and_its_exit_code_tells(shipped_checkpoint, copy_of):
     assert json.loads(done("verify", shipped_checkpoint, "--source", "testbed", "--json"))["ok"] is True
     damaged = copy_of(shipped_checkpoint)
     (damaged / "cache_leank.py").write_text("raise SystemExit\n")
@@ -126,8 +125,7 @@ def test_inspect_reads_an_amount_of_memory(memory, expected):
 
 
 @pytest.mark.usefixtures("without_report")
-def test_mask_only_training_then_export_into_the_same_folder(tmp_path):
-    out = tmp_path / "out"
+def test_mask_only_training_then_export_into_the_same_folder(out):
     settings = ["--set", "stage1.steps=1", "--set", "stage2.steps=1", *SHORT]
     done("train", "testbed", "-o", out, *settings, "--mask-only")
     assert not (out / "config.json").exists()
@@ -142,8 +140,7 @@ def test_mask_only_training_then_export_into_the_same_folder(tmp_path):
 
 
 @pytest.mark.usefixtures("without_report")
-def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path):
-    out = tmp_path / "out"
+def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path, out):
     ratios = ["--pruning-ratio", "0.5", "--pruning-ratio", "0.75", "--kv-dtype", "fp8"]
     options = ["--method", "static-norm", "--budget", "global", "--set", "calibration_prompts=2"]
     printed = done("train", "testbed", "-o", out, *options, *ratios, *SHORT)
@@ -249,8 +246,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message, tmp_path):
-    out = tmp_path / "out"
+def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message, out):
     told = rejected(*command.replace("OUT", str(out)).split())
     assert message in "; ".join(told.splitlines())
     assert "Traceback" not in told

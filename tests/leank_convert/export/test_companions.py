@@ -84,8 +84,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(source_mod
     assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
 
 
-def test_everything_that_is_missing_is_told_at_once(source_model, tmp_path, caplog):
-    source = source_model()
+def test_everything_that_is_missing_is_told_at_once(tmp_path, caplog, source):
     write_tokenizer(source, chat_template="{{ messages }}")
     (source / "chat_template.jinja").unlink()
     copied(source, tmp_path / "all")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -32,6 +33,9 @@ from tests.checks import (
 )
 from tests.tiny_families import weights_of
 
+ATTENTION = "model.layers.1.self_attn."
+BY_HEADS = [f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias")] + ["o_proj.weight"]
+
 
 @pytest.mark.parametrize(
     ("family", "dtype", "shards"),
@@ -43,38 +47,24 @@ def test_heads_move_as_one_and_everything_else_stays(family, dtype, shards, sour
     out = export_checkpoint(source, mask, tmp_path / "out")
     before, after = weights_of(source), weights_of(out)
     leank = read_json(out / "config.json")["leank"]
-    packed = torch.tensor([list(bytes.fromhex(layer)) for layer in leank["channel_masks"]]).view(
-        *mask.channel_mask.shape[:2], -1
-    )
-    d, g = facts.head_dim, facts.num_key_value_groups
-    moved = set()
+    expected = dict(before)
+    assert (f"{ATTENTION}q_proj.bias" in before) == (family != "qwen3")
     for layer, order in enumerate(leank["head_permutation"]):
         assert order != sorted(order), "the mask must move heads, or this test holds nothing"
-        prefix = f"model.layers.{layer}.self_attn."
-        for new, old in enumerate(order):
-            queries_new, queries_old = (slice(head * g * d, (head + 1) * g * d) for head in (new, old))
-            keys_new, keys_old = (slice(head * d, (head + 1) * d) for head in (new, old))
-            for projection, here, there in (
-                ("q_proj", queries_new, queries_old),
-                ("k_proj", keys_new, keys_old),
-                ("v_proj", keys_new, keys_old),
-            ):
-                for part in ("weight", "bias"):
-                    name = f"{prefix}{projection}.{part}"
-                    if name in before:
-                        assert after[name][here].equal(before[name][there])
-                        moved.add(name)
-            name = f"{prefix}o_proj.weight"
-            assert after[name][:, queries_new].equal(before[name][:, queries_old])
-            moved.add(name)
+        for part in BY_HEADS:
+            name, dim = f"model.layers.{layer}.self_attn.{part}", int(part == "o_proj.weight")
+            if name in before:
+                heads = before[name].unflatten(dim, (len(order), -1))  # a KV head's, or its query heads'
+                expected[name] = heads.index_select(dim, torch.tensor(order)).flatten(dim, dim + 1)
         # The first channel is the highest bit of the first byte.
-        channel_mask = (packed[layer][:, torch.arange(d) // 8] >> 7 - torch.arange(d) % 8 & 1).bool()
+        packed = np.frombuffer(bytes.fromhex(leank["channel_masks"][layer]), dtype=np.uint8)
+        bits = torch.from_numpy(np.unpackbits(packed)).view(len(order), -1)
+        channel_mask = bits[:, : facts.head_dim].bool()
         assert channel_mask.equal(mask.channel_mask[layer][order])
         assert channel_mask.sum(-1).tolist() == leank["widths"][layer] == sorted(leank["widths"][layer])
-    assert any("bias" in name for name in moved) == any("q_proj.bias" in name for name in before)
-    assert after.keys() == before.keys()
-    for name in before.keys() - moved:
-        assert after[name].dtype == before[name].dtype and after[name].equal(before[name]), name
+    assert after.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert after[name].dtype == tensor.dtype and after[name].equal(tensor), name
 
 
 def test_config_is_the_sources_with_the_leank_block(source_model, tmp_path):
@@ -125,8 +115,7 @@ def test_a_checkpoint_carries_the_parts_that_its_config_needs(family, block, par
     assert {f"{name}.py" for name in named} == names
 
 
-def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, tmp_path):
-    source = source_model()
+def test_every_runtime_file_and_the_mask_is_there_with_its_digest(tmp_path, source):
     mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
     runtime = Path(__file__).parents[3] / "runtime"
@@ -145,8 +134,7 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, 
     assert known is not None and known.method == "imported" and known.model == "llama-model"
 
 
-def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_model, tmp_path):
-    source = source_model()
+def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(tmp_path, source):
     edit_json(source / "config.json", _name_or_path=str(source))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
     paths = f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n"
@@ -164,8 +152,7 @@ def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_mo
 
 
 @pytest.mark.parametrize("beyond", [False, True])
-def test_windows_that_leave_nothing_to_prune_are_told_of(source_model, tmp_path, caplog, beyond):
-    source = source_model()
+def test_windows_that_leave_nothing_to_prune_are_told_of(tmp_path, caplog, beyond, source):
     positions = read_json(source / "config.json")["max_position_embeddings"]
     sizes = {"sink_size": positions - 9 + beyond, "recent_size": 8}
     export_checkpoint(source, fitting_mask(source), tmp_path / "out", **sizes)
@@ -204,15 +191,11 @@ def test_companions_travel_and_nothing_else(source_model, tmp_path, caplog):
     ]
 
 
-def test_equal_inputs_give_equal_folders(source_model, tmp_path):
-    source = source_model()
+def test_equal_inputs_give_equal_folders(tmp_path, source):
     mask = fitting_mask(source)
     first, second = (snapshot(export_checkpoint(source, mask, tmp_path / name)) for name in ("a", "b"))
     assert first == second
     assert snapshot(export_checkpoint(source, mask, tmp_path / "a", overwrite=True)) == first
-
-
-ATTENTION = "model.layers.1.self_attn."
 
 
 def rewrite(source, name, change):
@@ -237,8 +220,7 @@ def test_tensors_of_another_shape_are_named(family, name, expected, source_model
     refused_export(source, fitting_mask(source), tmp_path / "out", message)
 
 
-def test_options_masks_configs_and_weights_that_do_not_fit_are_refused(source_model, tmp_path):
-    source, out = source_model(), tmp_path / "out"
+def test_options_masks_configs_and_weights_that_do_not_fit_are_refused(tmp_path, source, out):
     mask, wrong = fitting_mask(source), ChannelMask(ragged_mask(head_dim=16))
     for options, message in (
         ({"sink_size": -1}, "`sink_size` is -1"),
@@ -262,8 +244,7 @@ def test_options_masks_configs_and_weights_that_do_not_fit_are_refused(source_mo
     refused_export(source, mask, tmp_path / "again", "is quantized (`compression_config`")
 
 
-def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(source_model, tmp_path):
-    source = source_model()
+def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(tmp_path, source):
     shard = sorted(source.glob("*.safetensors"))[0]
     edit_tensors(shard, {"format": "mlx", "note": "x"})
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
@@ -273,29 +254,30 @@ def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(source_model,
 
 
 @pytest.mark.parametrize("where", ["", "inside/deep", ".."])
-def test_the_source_is_never_written_to(where, source_model):
-    source = source_model()
+def test_the_source_is_never_written_to(where, source):
     before = snapshot(source)
     with refusal("overlaps the source"):
         export_checkpoint(source, fitting_mask(source), source / where, overwrite=True)
     assert snapshot(source) == before
 
 
-def test_another_mask_in_the_folder_is_not_lost(source_model, tmp_path):
-    source, out = source_model(), tmp_path / "out"
-    trained = fitting_mask(source)
+def test_another_mask_in_the_folder_is_not_lost(source, out):
+    """Other channels are another mask, and the same ones with another mean of keys, or without."""
+    channels = fitting_mask(source).channel_mask
+    mean = torch.ones(channels.shape).half()
+    trained = ChannelMask(channels, provenance=provenance_of(source), key_mean=mean)
     (out / "leank").mkdir(parents=True)
     (out / "leank" / "log.jsonl").write_text("step\n")
     save_mask(trained, out / "channel_mask.safetensors")
-    other = ChannelMask(torch.ones_like(trained.channel_mask))
-    refused_export(source, other, out, "is another mask than the one to export")
+    for changes in ({"channel_mask": ~channels}, {"key_mean": None}, {"key_mean": mean + 1}):
+        other = replace(trained, **changes)
+        refused_export(source, other, out, "is another mask than the one to export; it would be lost")
     export_checkpoint(source, trained, out)
     assert (out / "leank" / "log.jsonl").read_text() == "step\n"
     assert verify_checkpoint(out, source).ok
 
 
-def test_what_no_mask_would_help_is_known_before_there_is_one(source_model, tmp_path):
-    source, out = source_model(), tmp_path / "out"
+def test_what_no_mask_would_help_is_known_before_there_is_one(tmp_path, source, out):
 
     def refused(message, target=out, **options):
         before = snapshot(tmp_path)
@@ -320,8 +302,7 @@ def test_what_no_mask_would_help_is_known_before_there_is_one(source_model, tmp_
     refused("is quantized by `gptq`", **whole)
 
 
-def test_names_that_a_checkpoint_has_for_its_masks_are_refused(source_model, tmp_path):
-    source = source_model()
+def test_names_that_a_checkpoint_has_for_its_masks_are_refused(tmp_path, source):
     mask = fitting_mask(source)
     weight_map = read_json(source / INDEX_NAME)["weight_map"]
     shard = weight_map["model.norm.weight"]
@@ -336,8 +317,7 @@ def test_names_that_a_checkpoint_has_for_its_masks_are_refused(source_model, tmp
 
 
 @pytest.mark.parametrize("file", ["shard", "channel_mask", "README.md"])
-def test_no_space_at_any_file_leaves_the_folder_as_it_was(file, source_model, tmp_path, monkeypatch):
-    source, out = source_model(), tmp_path / "out"
+def test_no_space_at_any_file_leaves_the_folder_as_it_was(file, monkeypatch, source, out):
     mask = fitting_mask(source)
     export_checkpoint(source, mask, out)
     real = os.fsync

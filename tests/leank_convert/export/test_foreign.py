@@ -12,8 +12,9 @@ import pytest
 from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.export import export_checkpoint, foreign
 from leank_convert.export.publish import check_replaceable, staged_folder
+from leank_convert.files import read_json
 from leank_convert.verify import verify_checkpoint
-from tests.checks import fitting_mask, refusal
+from tests.checks import edit_json, fitting_mask, refusal
 
 
 def digest_of(content):
@@ -21,9 +22,8 @@ def digest_of(content):
 
 
 @pytest.fixture
-def old(tmp_path):
-    """A checkpoint of three shards, with a list of its files."""
-    out = tmp_path / "out"
+def old(out):
+    """A checkpoint of three shards in `out`, with a list of its files."""
     out.mkdir()
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     index = {"weight_map": dict(zip("abc", shards, strict=True))}
@@ -48,20 +48,19 @@ def replace(out):
 
 
 def test_what_the_user_put_there_stays_and_the_old_export_goes(old):
-    out = old
-    (out / "plots" / "empty").mkdir(parents=True)
-    (out / "plots" / "config.json").write_text("mine")
-    (out / "plots").chmod(0o750)
-    (out / "notes.txt").write_text("mine")
-    (out / "nowhere").symlink_to("../gone")
-    (out / "all").symlink_to("plots")
-    os.mkfifo(out / "pipe")
+    (old / "plots" / "empty").mkdir(parents=True)
+    (old / "plots" / "config.json").write_text("mine")
+    (old / "plots").chmod(0o750)
+    (old / "notes.txt").write_text("mine")
+    (old / "nowhere").symlink_to("../gone")
+    (old / "all").symlink_to("plots")
+    os.mkfifo(old / "pipe")
     kept = {"plots", "plots/empty", "plots/config.json", "notes.txt", "nowhere", "all", "pipe"}
-    assert replace(out) == {"config.json", "model.safetensors", *kept}
-    assert (out / "plots" / "config.json").read_text() == "mine"
-    assert stat.S_IMODE((out / "plots").stat().st_mode) == 0o750
-    assert [(out / name).readlink() for name in ("nowhere", "all")] == [Path("../gone"), Path("plots")]
-    assert replace(out) == {"config.json", "model.safetensors", *kept}
+    assert replace(old) == {"config.json", "model.safetensors", *kept}
+    assert (old / "plots" / "config.json").read_text() == "mine"
+    assert stat.S_IMODE((old / "plots").stat().st_mode) == 0o750
+    assert [(old / name).readlink() for name in ("nowhere", "all")] == [Path("../gone"), Path("plots")]
+    assert replace(old) == {"config.json", "model.safetensors", *kept}
 
 
 @pytest.mark.parametrize(
@@ -86,8 +85,7 @@ def test_old_weights_are_read_once_a_command_unless_they_change(old, monkeypatch
         check_replaceable(old, overwrite=True)
 
 
-def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path):
-    out = tmp_path / "out"
+def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(out):
     (out / "leank").mkdir(parents=True)
     for name in ("leank/recipe.yaml", "notes.txt", "README.md"):
         (out / name).write_text("mine")
@@ -99,45 +97,42 @@ def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path):
 
 def test_what_a_list_of_files_names_elsewhere_is_left_alone(old, tmp_path):
     """The list is the old checkpoint's, which may be anybody's."""
-    out, mine = old, tmp_path / "mine"
+    mine = tmp_path / "mine"
     mine.mkdir()
     named = [tmp_path / "beside.txt", mine / "x.json", tmp_path / "absolute.txt"]
     for path in named:
         path.write_text("mine")
-    (out / "linked").symlink_to(mine)
-    (out / "folder").mkdir()
-    digests = json.loads((out / DIGESTS_NAME).read_text())
+    (old / "linked").symlink_to(mine)
+    (old / "folder").mkdir()
     outside = ("../beside.txt", "a/../../beside.txt", str(named[2]))
-    digests["files"] |= dict.fromkeys((*outside, "linked/x.json", "folder", "."), "")
-    (out / DIGESTS_NAME).write_text(json.dumps(digests))
-    assert replace(out) == {"config.json", "model.safetensors", "linked", "folder"}
+    listed = dict.fromkeys((*outside, "linked/x.json", "folder", "."), "")
+    edit_json(old / DIGESTS_NAME, files=read_json(old / DIGESTS_NAME)["files"] | listed)
+    assert replace(old) == {"config.json", "model.safetensors", "linked", "folder"}
     assert [path.read_text() for path in named] == ["mine"] * 3
 
 
 @pytest.mark.parametrize("is_link", [True, False])
 def test_nothing_is_written_where_a_link_or_a_file_of_the_users_stands_for_a_folder(is_link, old, tmp_path):
-    out, elsewhere = old, tmp_path / "elsewhere"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     if is_link:
-        (out / "chat_templates").symlink_to(elsewhere)
+        (old / "chat_templates").symlink_to(elsewhere)
     else:
-        (out / "chat_templates").write_text("mine")
+        (old / "chat_templates").write_text("mine")
     with (
         refusal("chat_templates` would count as part"),
-        staged_folder(out, overwrite=True) as partial,
+        staged_folder(old, overwrite=True) as partial,
     ):
         (partial / "chat_templates").mkdir()
         (partial / "chat_templates" / "rag.jinja").write_text("the model's")
     assert not any(elsewhere.iterdir())
-    assert json.loads((out / "config.json").read_text())["leank"]["files"]
+    assert json.loads((old / "config.json").read_text())["leank"]["files"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "my_results.json"])
 def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
     """A list of files is the folder's own word: a downloaded one may name a file of the user's."""
-    digests = json.loads((old / DIGESTS_NAME).read_text())
-    digests["files"].setdefault(name, "0" * 64)
-    (old / DIGESTS_NAME).write_text(json.dumps(digests))
+    edit_json(old / DIGESTS_NAME, files={name: "0" * 64, **read_json(old / DIGESTS_NAME)["files"]})
     (old / name).write_text("mine")
     with refusal(f"{name}` is not what the export wrote"):
         replace(old)
@@ -146,8 +141,9 @@ def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
     assert replace(old) == {"config.json", "model.safetensors"}
 
 
-def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(source_model, tmp_path):
-    out, source = tmp_path / "out", source_model()
+def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(
+    source, source_model, out
+):
     export_checkpoint(source, fitting_mask(source), out)
     (out / "notes.txt").write_text("mine")
     (out / "README.md").write_text("mine")

@@ -18,11 +18,6 @@ def choose(model, mask, out, **options):
 
 
 @pytest.fixture
-def source(source_model):
-    return source_model(shards=False)
-
-
-@pytest.fixture
 def trained(source):
     """A mask that was trained with windows of 1, 2 and 3 tokens."""
     known = provenance_of(source, sink_size=1, recent_size=2, flush_size=3)
@@ -76,8 +71,7 @@ def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(source, traine
         choose(source, None, tmp_path / "elsewhere", recipe=recipe)
 
 
-def test_a_runs_own_recipe_changes_the_config_unless_told_otherwise(source, trained, tmp_path):
-    out = tmp_path / "out"
+def test_a_runs_own_recipe_changes_the_config_unless_told_otherwise(source, trained, out):
     (out / "leank").mkdir(parents=True)
     (out / "leank" / "recipe.yaml").write_text(RECIPE)
     assert choose(source, trained, out).config_overrides == {"max_position_embeddings": 99}
