@@ -1,6 +1,7 @@
 """Conversion in one go: means that masks lack, rounded caches that are tried, what stays of a refusal."""
 
 import re
+import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from leank_convert.verify import verify_checkpoint
 from tests.checks import done, failed, provenance_of, refusal, rejected, run, short_recipe
 from tests.tiny_families import tiny_model
 
+pytestmark = pytest.mark.usefixtures("without_report")
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
 
@@ -74,9 +76,9 @@ def divergence(text, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
-def test_a_rounded_cache_is_tried_before_it_is_there(biased, mask, saved, recipe, tmp_path, kv_dtype):
+def test_a_rounded_cache_is_tried_before_it_is_there(biased, mask, saved, recipe, tmp_path, kv_dtype, out):
     zero = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "zero")
-    options = ("--kv-dtype", kv_dtype, "--recipe", recipe, "-o", tmp_path / "out")
+    options = ("--kv-dtype", kv_dtype, "--recipe", recipe, "-o", out)
     before = sorted(tmp_path.iterdir())
     told = rejected("export", biased, "--mask", zero, *options)
     assert "error: model `biased` loses its answers: on " in told
@@ -84,7 +86,6 @@ def test_a_rounded_cache_is_tried_before_it_is_there(biased, mask, saved, recipe
     assert sorted(tmp_path.iterdir()) == before
 
     done("export", biased, "--mask", zero, *options, "--force")
-    out = tmp_path / "out"
     assert not mean_of(out).any() and verify_checkpoint(out, source=biased).ok
     accuracy = (out / "README.md").read_text().partition("## Accuracy")[2]
     assert divergence(accuracy, kv_dtype) == divergence(told, kv_dtype)
@@ -117,7 +118,7 @@ def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tm
     assert constants.key_mean is not None and constants.key_scale is None
 
 
-def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(saved, tmp_path):
+def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(saved, out):
     mask = load_mask(find_by_name("testbed-70"))
     held_out = HeldOut(
         tasks=("retrieval",), min_length=1, max_length=2, num_contexts=1, num_answers=1, seed=0,
@@ -125,7 +126,6 @@ def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(s
     )  # fmt: skip
     known = replace(mask.provenance, key_mean_tokens=None, held_out=held_out)
     path = saved(replace(mask, key_mean=None, provenance=known))
-    out = tmp_path / "out"
     done("export", "testbed", "--mask", path, "--key-mean", "-o", out)
     found = load_mask(out / MASK_FILE_NAME)
     assert found.channel_mask.equal(mask.channel_mask) and found.key_mean is not None
@@ -161,13 +161,19 @@ def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe
     assert load_mask(tmp_path / "out" / MASK_FILE_NAME).provenance.rope_parameters["rope_theta"] == 1e4
 
 
-@pytest.mark.usefixtures("without_report")
-def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, tmp_path, monkeypatch):
-    out = tmp_path / "out"
+def test_training_tries_too_and_what_is_refused_leaves_the_mask_which_is_exported_by_force(
+    biased, recipe, tmp_path, monkeypatch, out
+):
     train = ("train", biased, "--recipe", recipe, "--kv-dtype", "fp8", "-o", out)
     with monkeypatch.context() as patch:
-        patch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
+        patch.setattr(rounding, "MAX_DIVERGENCE", -1.0)  # no trial is passed
         told = rejected(*train)
+        forced = shutil.copytree(out, tmp_path / "forced")
+        export = ("export", biased, "--kv-dtype", "int4", "-o", forced)
+        rejected(*export)
+        assert not (forced / "config.json").exists()
+        done(*export, "--force")
+    assert read_json(forced / "config.json")["leank"]["kv_dtype"] == "int4" and verify_checkpoint(forced).ok
     assert "model `biased` loses its answers: on " in told
     assert "or write it all the same by `leank-convert export --force`" in told
     assert sorted(path.name for path in out.iterdir()) == [MASK_FILE_NAME, "leank"]
@@ -181,13 +187,11 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
     assert divergence((out / "README.md").read_text(), "fp8") < 0.1
 
 
-@pytest.mark.usefixtures("without_report")
 def test_a_ratio_whose_cache_is_refused_does_not_take_the_others_with_it(
-    biased, recipe, tmp_path, monkeypatch, caplog
+    biased, recipe, monkeypatch, caplog, out
 ):
     check = Mock(side_effect=[LeanKError("the first is refused"), None])
     monkeypatch.setattr(rounding.RoundedAnswers, "check", check)
-    out = tmp_path / "out"
     ratios = ("--pruning-ratio", 0.8, "--pruning-ratio", 0.5)
     told = rejected("train", biased, "--recipe", recipe, *ratios, "--kv-dtype", "int4", "-o", out)
     assert "error: the first is refused" in told
@@ -208,20 +212,7 @@ def test_memory_that_does_not_suffice_for_the_trial_is_told_and_by_force_the_exp
     assert read_json(tmp_path / "out" / "config.json")["leank"]["kv_dtype"] == "int4"
 
 
-@pytest.mark.usefixtures("without_report")
-def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)  # no trial is passed
-    out = tmp_path / "out"
-    options = ("--kv-dtype", "int4", "-o", out)
-    assert run("train", biased, "--recipe", recipe, *options).exit_code == 2
-    assert run("export", biased, *options).exit_code == 2 and not (out / "config.json").exists()
-    done("export", biased, *options, "--force")
-    assert read_json(out / "config.json")["leank"]["kv_dtype"] == "int4" and verify_checkpoint(out).ok
-
-
-@pytest.mark.usefixtures("without_report")
-def test_a_mean_may_be_added_to_a_trained_mask_in_its_own_folder(biased, recipe, tmp_path):
-    out = tmp_path / "out"
+def test_a_mean_may_be_added_to_a_trained_mask_in_its_own_folder(biased, recipe, out):
     options = ("--recipe", recipe, "--set", "key_mean=false", "-o", out)
     done("train", biased, *options, "--kv-dtype", "fp8")
     block = read_json(out / "config.json")["leank"]

@@ -128,13 +128,6 @@ def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_lear
     assert rows[5]["mean_factor"] == 0.5
 
 
-def test_a_share_that_leaves_no_head_is_refused_before_a_step(make, tmp_path):
-    heads = {**HEADS, "pruning_ratio": 0.9}
-    with refusal(r"`heads.pruning_ratio` 0.9 leaves none of 4 heads"):
-        make(**{**BOTH, "heads": heads, "pruning_ratio": 0.95})
-    assert not (tmp_path / "out").exists()
-
-
 def test_resume_refuses_a_pattern_that_was_changed(make, pattern, tmp_path):
     make(**{**BOTH, "heads": {"pattern": pattern}})
     (tmp_path / "pattern" / "full_attention_heads.tsv").write_text("1.0\t0.2\n0.9\t0.1\n")

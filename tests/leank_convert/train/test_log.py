@@ -112,7 +112,7 @@ def test_tensorboard_has_every_figure_of_a_step_and_tags_for_every_ratio(write, 
     assert scalars["stage2-0.5/pruning_ratio"] == {2: 0.703125}
 
 
-def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb):
+def test_wandb_is_given_the_values_the_settings_and_the_end(write, wandb):
     write(record(1), record(2, stage=2), trackers=("wandb",), width_multiple=16)
     (run,) = wandb.runs
     assert (run.options["project"], run.options["name"]) == ("leank", "my-run")

@@ -53,7 +53,7 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(death, ended, resume, fi
 def test_a_run_of_several_ratios_goes_on_within_stage_two_of_the_second(resume, finished_mask, tmp_path):
     several = RECIPE.model_copy(update={"pruning_ratio": (0.5, 0.7)})
     failure = fail_at(graphs, "distil", 16, torch.OutOfMemoryError("CUDA out of memory."))
-    with failure, pytest.raises(LeanKError, match="memory does not suffice for step 16"):
+    with failure, refusal("memory does not suffice for step 16", exit_code=1):
         resume(tmp_path, several, resume=False)
     masks = resume(tmp_path, several)
     expected = finished_mask.scaling_factors
@@ -113,7 +113,9 @@ def test_the_recipe_of_a_run_at_home_is_found(uninterrupted, retriever_folder, m
     assert found.stage1 == RECIPE.stage1
 
 
-def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finished, caplog):
+def test_resume_without_a_run_begins_one_with_a_warning_and_behind_its_end_checks_again(
+    resume, tmp_path, finished, caplog
+):
     def warnings():
         ours = [record for record in caplog.records if record.name == "leank_convert"]
         return [record.getMessage() for record in ours if record.levelno == logging.WARNING]
@@ -122,9 +124,11 @@ def test_resume_without_a_run_begins_one_with_a_warning(resume, tmp_path, finish
     told = warnings()
     assert told[0] == f"no run in `{tmp_path}`; starting one"
     caplog.clear()
+    logged = (tmp_path / "leank" / "log.jsonl").read_text()
     resume(tmp_path)
-    # The check of held-out samples is made again.
+    # The check of held-out samples is made again, and logged once.
     assert warnings() == told[1:]
+    assert (tmp_path / "leank" / "log.jsonl").read_text() == logged
     assert TrainingDirectory(tmp_path).mask.read_bytes() == TrainingDirectory(finished).mask.read_bytes()
 
 
@@ -148,7 +152,7 @@ def test_resume_refuses_another_recipe_another_model_and_a_damaged_state(
         with pytest.raises(LeanKError, match=difference):
             resume(uninterrupted, model=model)
     TrainingDirectory(uninterrupted).state.write_bytes(b"nonsense")
-    with pytest.raises(LeanKError, match=r"training_state.pt` is damaged"):
+    with refusal(r"training_state.pt` is damaged"):
         resume(uninterrupted)
 
 
@@ -174,7 +178,7 @@ def test_two_runs_never_write_to_one_folder(resume, tmp_path, monkeypatch):
         assert training.wait(60)
         try:
             for resumes in (False, True):
-                with pytest.raises(LeanKError, match=f"another process is training into `{tmp_path}/out`"):
+                with refusal(f"another process is training into `{tmp_path}/out`"):
                     resume(tmp_path / "out", resume=resumes)
         finally:
             go_on.set()
