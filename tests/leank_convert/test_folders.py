@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from leank_convert.errors import LeanKError
 from leank_convert.folders import check_folder, locked
-from tests.checks import rejected
+from tests.checks import refusal, rejected
 
 NOT_FOLDERS = {
     "nul\0": "is not text in UTF-8 without NUL characters",
@@ -78,7 +77,7 @@ def test_commands_say_so_in_one_sentence_and_change_nothing(command, tmp_path, m
 
 def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(LeanKError, match=rf"folder `{tmp_path}` may not be written to"):
+    with refusal(rf"folder `{tmp_path}` may not be written to"):
         check_folder(tmp_path / "new" / "out")
 
 
@@ -86,7 +85,7 @@ def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path):
     path = tmp_path / "new" / "folder" / "lock"
     with ThreadPoolExecutor(1) as other:
         with locked(path, "busy"), locked(path, "busy"):  # who holds it may ask again
-            with pytest.raises(LeanKError, match="busy"):
+            with refusal("busy"):
                 other.submit(locked(path, "busy").__enter__).result()
             assert path.exists()
         assert list(tmp_path.iterdir()) == []

@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import leank_convert.masks
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.convert import export_model
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_model, find_by_name, list_masks, percent, value_percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
-from tests.checks import edit_json, provenance_of, prune_values, run
+from tests.checks import edit_json, provenance_of, prune_values, refusal, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -91,7 +90,7 @@ def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_fr
 
 
 def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_a_mask(
-    source_model, tmp_path, caplog
+    source_model, caplog, out
 ):
     # Llama-3.1-8B's layers, heads, rope and name, and little else of it.
     heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -100,7 +99,6 @@ def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, source)
     edit_json(source / "config.json", _name_or_path=LLAMA)
-    out = tmp_path / "out"
     with caplog.at_level(logging.INFO, logger="leank_convert"):
         result = run("export", source, "-o", out)
     assert result.exit_code == 0 and result.stdout == f"{out}\n", result.output
@@ -196,7 +194,7 @@ def test_a_packaged_mask_comes_last(tiny, tmp_path):
     trained = export_checkpoint(tiny, None, tmp_path / "b")
     unfinished = tmp_path / "c"
     (unfinished / "leank").mkdir(parents=True)
-    with pytest.raises(LeanKError, match="holds a training run, but not its mask"):
+    with refusal("holds a training run, but not its mask"):
         export_checkpoint(tiny, None, unfinished, pruning_ratio=0.5)
     for out in (recipes, trained):
         assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(own.channel_mask)
