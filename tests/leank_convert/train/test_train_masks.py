@@ -9,7 +9,6 @@ import yaml
 from transformers import Cache
 
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError
 from leank_convert.mask import save_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_mask
@@ -185,6 +184,9 @@ def test_an_older_transformers_is_refused(linear_folder, tmp_path, monkeypatch):
     find_model(linear_folder, short_recipe())  # `analyze --model` runs no questions
 
 
+NO_HEAD = {"method": "duo-attention+leank", "heads": {"pruning_ratio": 0.9}, "pruning_ratio": 0.95}
+
+
 def lengths(shortest, longest):
     return {"data": {"wording": "testbed", "min_length": shortest, "max_length": longest}}
 
@@ -195,6 +197,7 @@ def lengths(shortest, longest):
         (lengths(200, 513), {}, "`data.max_length` 513 exceeds the 512 positions", "config_overrides"),
         (lengths(64, 500), {}, "no sample of 64 tokens", ""),
         ({"width_multiple": 7}, {}, "`width_multiple` 7 does not divide the model's `head_dim` 16", "as 8"),
+        (NO_HEAD, {}, "`heads.pruning_ratio` 0.9 leaves none of 4 heads", ""),
         ({}, {"device": "foo"}, "device `foo` cannot be used", ""),
     ],
 )
@@ -229,7 +232,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
                 path.unlink()
     else:
         edit_tensors(copied / "model.safetensors", **{"model.layers.1.self_attn.k_proj.weight": None})
-    with pytest.raises(LeanKError, match=message):
+    with refusal(message):
         train_one(short_recipe(), tmp_path / "out", model=copied)
 
 
@@ -243,9 +246,6 @@ def test_mask_of_another_origin_is_not_replaced(train_one, resume, tmp_path):
     assert path.read_bytes() == b"somebody's"
 
 
-NORM = {"method": "static-norm"}
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "changes", "message", "remedy"),
     [
@@ -254,7 +254,7 @@ NORM = {"method": "static-norm"}
         (
             calibration,
             "measure_attention",
-            NORM,
+            {"method": "static-norm"},
             "for prompts of up to 280 tokens in model",
             "`data.max_length`",
         ),
@@ -280,5 +280,5 @@ def test_weights_that_cannot_be_read_are_refused(train_one, copy_of, retriever_f
         return opened
 
     monkeypatch.setattr(model, "open_checkpoint", cut_after)
-    with pytest.raises(LeanKError, match=rf"the weights of model `{copied}` cannot be read: ."):
+    with refusal(rf"the weights of model `{copied}` cannot be read: ."):
         train_one(short_recipe(), tmp_path / "out", model=copied)
