@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from leank_convert.data import Question, TrainingSample
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.train.attention import ATTENTION_NAME
@@ -90,6 +91,17 @@ def fail_at(owner, name, place, error):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, failing)
         yield
+
+
+def draw_sample(num_context, questions):
+    """A context of random tokens below 90 and questions on it, each (question tokens, answer tokens)."""
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(count):
+        return torch.randint(0, 90, (count,), generator=generator)
+
+    asked = tuple(Question(ids(before + after), before) for before, after in questions)
+    return TrainingSample("retrieval", ids(num_context), asked)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
@@ -15,19 +14,17 @@ from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil, run_context_pass
 from leank_convert.train.split_attention import Student
 from leank_convert.windows import Windows
+from tests.leank_convert.train.conftest import draw_sample
 from tests.tiny_families import tiny_model
+
+ASKED = [(3, 5)]  # question and answer tokens
 
 
 @pytest.fixture(params=["llama", "qwen3"])
 def model(request):
     layers = {"num_hidden_layers": 9}  # more than the compiler's limit of variants of one function
-    return tiny_model(request.param, head_dim=8, attn_implementation=ATTENTION_NAME, **layers)
-
-
-def draw(num_context):
-    generator = torch.Generator().manual_seed(num_context)
-    ids = torch.randint(0, 60, (num_context + 8,), generator=generator)
-    return TrainingSample("retrieval", ids[:num_context], (Question(ids[num_context:], 3),))
+    sizes = {"head_dim": 8, "vocab_size": 90, **layers}
+    return tiny_model(request.param, attn_implementation=ATTENTION_NAME, **sizes)
 
 
 def loss_and_gradient(model, sample):
@@ -46,7 +43,7 @@ def test_only_the_context_pass_is_compiled_a_few_times_whatever_the_layers_and_l
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(passes, "BLOCK_SIZE", 64)
-    samples = [draw(length) for length in (64, 150, 37, 191, 200)]
+    samples = [draw_sample(length, ASKED) for length in (64, 150, 37, 191, 200)]
     expected = [loss_and_gradient(model, sample) for sample in samples]
     torch._dynamo.reset()
     fuse_layers(model)
@@ -55,12 +52,13 @@ def test_only_the_context_pass_is_compiled_a_few_times_whatever_the_layers_and_l
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert 0 < len(graphs) <= 12
     before = len(graphs)
-    run_context_pass(model, draw(123).prefix_ids)
+    run_context_pass(model, draw_sample(123, ASKED).prefix_ids)
     assert len(graphs) == before
 
 
 def test_where_nothing_can_be_compiled_training_goes_on_with_a_warning(model, monkeypatch, caplog):
-    refuse, sample = Mock(side_effect=RuntimeError("Failed to find C compiler.\nmore")), draw(60)
+    refuse = Mock(side_effect=RuntimeError("Failed to find C compiler.\nmore"))
+    sample = draw_sample(60, ASKED)
     expected = loss_and_gradient(model, sample)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", refuse)
@@ -76,7 +74,7 @@ def test_where_nothing_can_be_compiled_training_goes_on_with_a_warning(model, mo
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_compiled_layers_on_a_device_are_as_exact_as_others(model, monkeypatch):
     monkeypatch.setattr(passes, "BLOCK_SIZE", 64)
-    prefix = draw(200).prefix_ids
+    prefix = draw_sample(200, ASKED).prefix_ids
     exact = run_context_pass(model.double(), prefix).load(8)[0]
     model.bfloat16().cuda()
     own = run_context_pass(model, prefix).load(8)[0]

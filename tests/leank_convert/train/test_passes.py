@@ -5,7 +5,6 @@ import torch
 from transformers import AttentionInterface
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.data import Question, TrainingSample
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
@@ -14,6 +13,7 @@ from leank_convert.train.packing import pack_sample, padded_sizes
 from leank_convert.train.passes import distil, follow_context, run_context_pass
 from leank_convert.train.split_attention import StoredContext, Student
 from leank_convert.windows import Windows
+from tests.leank_convert.train.conftest import draw_sample
 from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
 
 FAMILIES = ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_next"]
@@ -44,16 +44,6 @@ def build(family, dtype=torch.float32, **changes):
     if ARCHITECTURES[family].experts:  # torch has no fused product of experts in float64
         model.set_experts_implementation("eager")
     return model
-
-
-def draw_sample(num_context, questions):
-    generator = torch.Generator().manual_seed(2)
-
-    def ids(count):
-        return torch.randint(0, 90, (count,), generator=generator)
-
-    asked = tuple(Question(ids(before + after), before) for before, after in questions)
-    return TrainingSample("retrieval", ids(num_context), asked)
 
 
 def run_passes(model, sample, windows, factors, sees=EVERY_HEAD, gates=None, *, key_mean=None, offload=False):

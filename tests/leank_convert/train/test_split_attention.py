@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from leank_convert.data import Question, TrainingSample
 from leank_convert.train import fused
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.split_attention import StoredContext, Student, plan_regions, split_attention
 from leank_convert.windows import Windows
+from tests.leank_convert.train.conftest import draw_sample
 
 
 def naive_attention(query, key, value, factors, of_values, sees_middle, windows, scaling):
@@ -54,11 +54,7 @@ class Case:
         directions = torch.randn(kv_heads, head_dim, head_dim, dtype=dtype, generator=self.generator)
         gates = torch.rand(kv_heads, head_dim, dtype=dtype, generator=self.generator)
         self.of_values = torch.linalg.qr(directions).Q, gates.masked_fill_(gates < 0.3, 0)
-        asked = (
-            Question(torch.zeros(before + after, dtype=torch.long), before) for before, after in questions
-        )
-        context = torch.zeros(num_context, dtype=torch.long)
-        self.packed = pack_sample(TrainingSample("retrieval", context, tuple(asked)))
+        self.packed = pack_sample(draw_sample(num_context, questions))
         self.owners = self.packed.owners
 
     def normal(self, heads, length):
@@ -153,7 +149,7 @@ def test_low_precision_inputs_are_attended_in_float32():
     torch.testing.assert_close(result, exact.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
-def test_no_tensor_has_a_score_for_every_key(monkeypatch):
+def test_no_tensor_has_a_score_for_every_key():
     """What autograd keeps is of the size of queries and outputs, whatever the context's length."""
     kept = []
 
@@ -173,12 +169,9 @@ def test_no_tensor_has_a_score_for_every_key(monkeypatch):
     assert sizes[0] == sizes[1]
 
 
-HEADS = [(2, 1), (2, 4)]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", None])
-@pytest.mark.parametrize(("kv_heads", "groups"), HEADS)
+@pytest.mark.parametrize(("kv_heads", "groups"), [(2, 1), (2, 4)])
 @pytest.mark.parametrize(("head_dim", "prunes"), [(64, [False]), (128, [False, True])])
 def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
     kernel, kv_heads, groups, head_dim, prunes, monkeypatch
