@@ -13,6 +13,7 @@ from tests.checks import fitting_mask
 
 # Tokenizer classes split it in different ways: digits, an accent of its own, spaces, a contraction.
 TEXT = "In 2024 it's  12345 cafe\u0301s,\n\n  and 007!"
+COMPANIONS = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
 
 
 def write_tokenizer(folder, **settings):
@@ -31,18 +32,22 @@ def write_tokenizer(folder, **settings):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("family", "named"),
+    ("family", "named", "is_copied"),
     [
-        ("llama", "PreTrainedTokenizerFast"),
-        ("mistral", "TokenizersBackend"),
-        ("qwen2", "LlamaTokenizerFast"),
-        ("qwen2", None),
+        ("llama", "PreTrainedTokenizerFast", True),
+        ("mistral", "TokenizersBackend", True),
+        ("qwen2", "Qwen2Tokenizer", True),
+        ("qwen2", "LlamaTokenizerFast", False),
+        ("qwen2", None, False),
     ],
 )
-def test_the_tokens_are_the_sources(family, named, source_model, tmp_path):
-    source = source_model(family)
-    write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
-    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+def test_the_tokens_are_the_sources_and_its_files_are_copied_where_they_name_the_class(
+    family, named, is_copied, source_model, out, caplog
+):
+    source = source_model(family, max_position_embeddings=2048)
+    write_tokenizer(source, odd="  spacing ", **({"tokenizer_class": named} if named else {}))
+    export_checkpoint(source, fitting_mask(source), out)
+    assert caplog.records == []
     expected = AutoTokenizer.from_pretrained(source)
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
     # As the model card says, and in other ways.
@@ -50,31 +55,14 @@ def test_the_tokens_are_the_sources(family, named, source_model, tmp_path):
         found = AutoTokenizer.from_pretrained(out, **given)
         assert type(found) is type(expected)
         assert found(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
+    copied = {name for name in COMPANIONS if (out / name).read_bytes() == (source / name).read_bytes()}
+    assert copied == (COMPANIONS if is_copied else COMPANIONS - {"tokenizer_config.json"})
 
 
 def copied(source, target):
     target.mkdir()
     copy_companions(source, target)
     return json.loads((target / "tokenizer_config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("family", "named"),
-    [
-        ("qwen2", "Qwen2Tokenizer"),
-        ("llama", "PreTrainedTokenizerFast"),
-        ("mistral", "TokenizersBackend"),
-    ],
-)
-def test_files_are_copied_byte_for_byte_where_the_class_is_the_same(
-    family, named, source_model, tmp_path, caplog
-):
-    source = source_model(family)
-    write_tokenizer(source, tokenizer_class=named, odd="  spacing ")
-    copied(source, tmp_path / "out")
-    for file in (tmp_path / "out").iterdir():
-        assert file.read_bytes() == (source / file.name).read_bytes()
-    assert caplog.records == []
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(source_model, tmp_path, caplog):
