@@ -21,6 +21,7 @@ FAMILIES = {
     "mistral": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 6},
 }
+PRINTED = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
 PLAIN_TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
@@ -28,9 +29,12 @@ PLAIN_TEMPLATE = (
 )
 
 
-def corpus():
+def learn_pieces(tokenizer, num_pieces, alphabet, texts=(), **options):
+    """Merge characters by what is frequent in sentences, numbers and the texts."""
     rng = random.Random(0)
-    return [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
+    corpus = [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
+    options |= {"vocab_size": num_pieces, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator([*corpus, *texts], trainers.BpeTrainer(**options))
 
 
 def wrap(tokenizer, template):
@@ -45,9 +49,7 @@ def byte_level():
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(corpus(), trainer)
+    learn_pieces(tokenizer, 600, pre_tokenizers.ByteLevel.alphabet())
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
@@ -55,9 +57,7 @@ def metaspace():
     """SentencePiece's kind: a space is put before every text, and merges run across words."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    alphabet = [chr(code) for code in range(32, 127)]
-    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(corpus(), trainer)
+    learn_pieces(tokenizer, 1000, PRINTED)
     # What no piece covers, such as a newline, is spelt out in bytes.
     described = json.loads(tokenizer.to_str())
     pieces = described["model"]["vocab"]
@@ -95,12 +95,8 @@ def unsplit():
     """Merges over words, lines and paragraphs: a token may span document and question."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
-    alphabet = ["\n", *(chr(code) for code in range(32, 127))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=800, special_tokens=SPECIAL, initial_alphabet=alphabet, max_token_length=24
-    )
     ends = ["7.\n\nWhich code opens locker ", ".\n\nWhich parcels", ".\n\nWhat did telegram number 3 read?"]
-    tokenizer.train_from_iterator([*corpus(), *ends * 200], trainer)
+    learn_pieces(tokenizer, 800, ["\n", *PRINTED], ends * 200, max_token_length=24)
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
