@@ -107,33 +107,28 @@ WINDOWS = [*itertools.starmap(Windows, itertools.product((0, 1, 5, 40), (0, 1, 7
 
 
 @pytest.mark.parametrize(("num_context", "questions"), PACKS)
-def test_equals_naive_attention_whatever_the_regions(num_context, questions):
-    for groups, kv_heads in ((3, 2), (1, 3), (4, 1)):
-        case = Case(num_context, questions, groups=groups, kv_heads=kv_heads)
-        torch.testing.assert_close(case.split(None), case.naive(None), rtol=1e-12, atol=1e-12)
-        for windows, sees in itertools.product(WINDOWS, [torch.arange(kv_heads) % 2 >= n for n in (0, 1)]):
-            for of_values in ((), case.of_values):
-                tensors = *case.tensors(), *of_values
-                found = case.split(windows, sees, tensors=tensors)
-                expected = case.naive(windows, sees, tensors=tensors)
-                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("num_context", "questions"), PACKS)
-def test_gradients_of_v_in_its_directions_are_those_of_naive_attention(num_context, questions):
-    """Keys and values of the context have none: it is dense, and stored."""
-    case = Case(num_context, questions)
+@pytest.mark.parametrize(("groups", "kv_heads"), [(3, 2), (1, 3), (4, 1)])
+def test_outputs_and_gradients_are_those_of_naive_attention_whatever_the_regions(
+    num_context, questions, groups, kv_heads
+):
+    """Keys and values of the context have no gradients: it is dense, and stored."""
+    case = Case(num_context, questions, groups=groups, kv_heads=kv_heads)
+    torch.testing.assert_close(case.split(None), case.naive(None), rtol=1e-12, atol=1e-12)
     is_own = torch.arange(case.key.shape[2]) >= num_context
-    for windows, sees in itertools.product(WINDOWS, torch.tensor([[True, True], [False, True]])):
-        found = []
+    heads_that_see = [torch.arange(kv_heads) % 2 >= n for n in (0, 1)]
+    for windows, sees, of_values in itertools.product(WINDOWS, heads_that_see, [(), case.of_values]):
+        outputs, gradients = [], []
         for function in (case.split, case.naive):
-            tensors = [t.clone().requires_grad_() for t in (*case.tensors(), *case.of_values)]
+            tensors = [t.clone().requires_grad_() for t in (*case.tensors(), *of_values)]
             output = function(windows, sees, tensors=tensors)
             (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
-            query, key, value, factors, _, gates = (tensor.grad for tensor in tensors)
+            query, key, value, factors, *_ = (tensor.grad for tensor in tensors)
             own = [part * is_own[:, None] for part in (key, value)]
-            found.append([query, *own, factors, gates])
-        for ours, naive in zip(*found, strict=True):
+            gates = [tensor.grad for tensor in tensors[5:]]
+            outputs.append(output)
+            gradients.append([query, *own, factors, *gates])
+        torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+        for ours, naive in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, naive, rtol=1e-10, atol=1e-10)
 
 
