@@ -236,17 +236,17 @@ def test_what_has_no_such_cache_refuses_in_a_sentence(exported_testbed, tmp_path
     assert not (tmp_path / "out").exists()
     told = rejected("inspect", int4, "--memory", "1GiB")
     assert "keeps its cache in int4, which vLLM does not serve" in told
+
+
+def test_scales_of_another_model_or_for_another_cache_are_refused(source, out):
     with refusal(r"^`kv_scales` are for `kv_dtype` `fp8`, not `int4`$"):
         kv_scales.describe_cache("int4", random_scales())
-
-
-def test_scales_of_another_model_are_refused(source, tmp_path):
     for options, message in (
         ({"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}, r"^scales are \[2, 4, 12\] and \[2, "),
         ({"kv_scales": random_scales()}, "^`kv_dtype` is None, not one of fp8, int4$"),
     ):
         with refusal(message):
-            export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
+            export_checkpoint(source, fitting_mask(source), out, **options)
 
 
 def test_warmup_asks_for_kernels_of_an_fp8_cache(exported_testbed):

@@ -74,9 +74,8 @@ def test_what_runs_nothing_is_let_be(folder):
     check_code(folder)
 
 
-def test_a_model_that_is_compared_with_brings_no_kernels_either(source_model):
-    folder = source_model()
-    check_config(folder)
-    edit_json(folder / "config.json", attn_implementation="me/kernel")
+def test_a_model_that_is_compared_with_brings_no_kernels_either(source):
+    check_config(source)
+    edit_json(source / "config.json", attn_implementation="me/kernel")
     with refusal("`attn_implementation` is 'me/kernel', a kernel"):
-        check_config(folder)
+        check_config(source)

@@ -145,23 +145,22 @@ def test_a_run_goes_on_by_the_recipe_that_was_derived_when_it_began(instructed, 
     assert train_mask(instructed, out, resume=True, progress=False).channel_mask.shape == (2, 2, 16)
 
 
-def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model):
-    folder = source_model()
-    edit_json(folder / "config.json", _name_or_path="Qwen/Qwen3-4B")
-    recipe = choose_recipe(None, folder, training=True)
+def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source):
+    edit_json(source / "config.json", _name_or_path="Qwen/Qwen3-4B")
+    recipe = choose_recipe(None, source, training=True)
     assert recipe == load_recipe("qwen3-4b")
     assert recipe.derivation == ""
 
 
-def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, copy_of, tmp_path):
+def test_what_nothing_can_be_derived_for_is_refused(source, source_model, instructed, copy_of, out):
     sliding = source_model("mistral", max_position_embeddings=8192, sliding_window=1024)
     mute = copy_of(instructed)
     (mute / "chat_template.jinja").unlink()
     for model, told in (
-        (source_model(), "has 512 positions (`max_position_embeddings`): too few"),
+        (source, "has 512 positions (`max_position_embeddings`): too few"),
+        (source, "--recipe FILE"),
         (sliding, "attend within a sliding window only"),
         (mute, "has no chat template"),
     ):
-        assert told in train(model, "-o", tmp_path / "out", exit_code=2)
-    assert "--recipe FILE" in train(source_model(), "-o", tmp_path / "out", exit_code=2)
-    assert not (tmp_path / "out").exists()
+        assert told in train(model, "-o", out, exit_code=2)
+    assert not out.exists()
