@@ -83,14 +83,12 @@ def test_weights_are_rounded_once_and_verify_finds_another_fold(folder_of, tmp_p
     name = "model.layers.1.self_attn."
     for new, old in enumerate(order):
         basis = mask.value_basis[1, old].double()
-        rows, there = (slice(16 * head, 16 * head + 16) for head in (new, old))
-        for part in ("weight", "bias"):
-            expected = basis.mT @ before[f"{name}v_proj.{part}"][there].double()
-            assert after[f"{name}v_proj.{part}"][rows].equal(expected.to(dtype))
-        for query in range(2):
-            here, there = (slice(16 * (2 * head + query), 16 * (2 * head + query + 1)) for head in (new, old))
-            expected = before[f"{name}o_proj.weight"][:, there].double() @ basis
-            assert after[f"{name}o_proj.weight"][:, here].equal(expected.to(dtype))
+        for part in ("v_proj.weight", "v_proj.bias"):
+            was, found = (tensors[name + part].unflatten(0, (2, 16)) for tensors in (before, after))
+            assert found[new].equal((basis.mT @ was[old].double()).to(dtype))
+        # Two query heads of each.
+        was, found = (tensors[f"{name}o_proj.weight"].unflatten(1, (2, 2, 16)) for tensors in (before, after))
+        assert found[:, new].equal((was[:, old].double() @ basis).to(dtype))
     assert failed(out, source) == {}
     path = out / "model.safetensors"
     for tensor in ("v_proj.weight", "v_proj.bias", "o_proj.weight"):

@@ -101,12 +101,6 @@ def test_a_second_signal_ends_the_run_at_once(ended):
     assert load_state(TrainingDirectory(out).state).step == 3
 
 
-def test_training_works_outside_the_main_thread(resume, tmp_path):
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(resume, tmp_path, resume=False).result()
-    assert TrainingDirectory(tmp_path).mask.exists()
-
-
 def test_the_recipe_of_a_run_at_home_is_found(uninterrupted, retriever_folder, monkeypatch):
     monkeypatch.setenv("HOME", str(uninterrupted.parent))
     found = choose_recipe(None, retriever_folder, run="~/uninterrupted", training=True)
@@ -163,7 +157,7 @@ def test_moved_model_and_another_save_interval_may_resume(resume, retriever_fold
     assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)
 
 
-def test_two_runs_never_write_to_one_folder(resume, tmp_path, monkeypatch):
+def test_two_runs_never_write_to_one_folder_and_one_works_outside_the_main_thread(resume, out, monkeypatch):
     """While a run is between two steps, a second one is refused, whether it begins or resumes."""
     training, go_on, advance = Event(), Event(), run.Run.advance
 
@@ -174,13 +168,14 @@ def test_two_runs_never_write_to_one_folder(resume, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run.Run, "advance", waiting)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(resume, tmp_path / "out", resume=False)
+        first = pool.submit(resume, out, resume=False)
         assert training.wait(60)
         try:
             for resumes in (False, True):
-                with refusal(f"another process is training into `{tmp_path}/out`"):
-                    resume(tmp_path / "out", resume=resumes)
+                with refusal(f"another process is training into `{out}`"):
+                    resume(out, resume=resumes)
         finally:
             go_on.set()
-        assert first.result()
-    assert not [*tmp_path.rglob(LOCK_NAME)]
+        first.result()
+    assert TrainingDirectory(out).mask.exists()
+    assert not [*out.parent.rglob(LOCK_NAME)]
