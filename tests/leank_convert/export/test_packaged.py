@@ -250,7 +250,6 @@ def test_a_mask_of_a_run_joins_them_under_the_hub_id_of_its_model(tiny, packaged
     save_mask(dataclasses.replace(mask, provenance=known), tmp_path / "mask.safetensors")
     monkeypatch.setattr(sys, "argv", ["package-mask", str(tmp_path / "mask.safetensors"), "owner/Tiny"])
     runpy.run_path(str(ROOT / "bin" / "package-mask"), run_name="__main__")
-    assert load_mask(packaged / "tiny-65.safetensors").provenance == dataclasses.replace(
-        known, model="owner/Tiny"
-    )
+    joined = load_mask(packaged / "tiny-65.safetensors")
+    assert joined.provenance == dataclasses.replace(known, model="owner/Tiny")
     assert export_checkpoint(tiny, None, tmp_path / "out", pruning_ratio=0.65).is_dir()
