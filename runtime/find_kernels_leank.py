@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -15,6 +16,8 @@ from .parts_leank import carries
 from .self_check_leank import disagreement
 
 logger = transformers_logging.get_logger(__name__)
+
+_Made = TypeVar("_Made")
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
@@ -76,22 +79,33 @@ def _unsupported(key: KernelKey) -> str | None:
 
 
 def _make_kernels(key: KernelKey) -> DecodeKernels | None:
+    def find_fault(kernels: DecodeKernels) -> str:
+        error = disagreement(kernels)
+        fault = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
+        return "" if error <= 2 * torch.finfo(key.dtype).eps else fault
+
+    told = f"LeanK's decode kernels are not used on {key.device}, plain torch decodes instead and is slower"
     reason = _unsupported(key)
-    if reason is None:
-        try:
-            with torch.cuda.device(key.device):
-                kernels = DecodeKernels(key)
-                error = disagreement(kernels)
-            if error <= 2 * torch.finfo(key.dtype).eps:
-                return kernels
-            reason = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
-        except torch.OutOfMemoryError:
-            raise  # it says nothing about the kernels, and may pass
-        except Exception as exception:  # whatever a compiler or driver may raise
-            reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
-    logger.warning(
-        "LeanK's decode kernels are not used on %s, plain torch decodes instead and is slower: %s",
-        key.device,
-        reason,
-    )
+    if reason is not None:
+        logger.warning("%s: %s", told, reason)
+        return None
+    with torch.cuda.device(key.device):
+        return make_checked(lambda: DecodeKernels(key), find_fault, told)
+
+
+def make_checked(make: Callable[[], _Made], find_fault: Callable[[_Made], str], told: str) -> _Made | None:
+    """Make what may serve in place of plain torch; None, with a warning, if that fails or it has a fault.
+
+    `find_fault` returns what is wrong, "" for nothing; `told` is what the warning says before that.
+    """
+    try:
+        made = make()
+        reason = find_fault(made)
+        if not reason:
+            return made
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about what was made, and may pass
+    except Exception as exception:  # whatever a compiler or driver may raise
+        reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
+    logger.warning("%s: %s", told, reason)
     return None

@@ -73,7 +73,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_683, "runtime": 8_807, "tests": 28_783, "bin": 6_698}
+BUDGETS = {"leank_convert": 26_652, "runtime": 8_821, "tests": 28_783, "bin": 6_698}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from leank_convert._runtime.find_kernels_leank import make_checked
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.attention import attend_densely
-from leank_convert.vllm.checked import make_checked
 from leank_convert.vllm.rows import Prompt, PromptRun, place_requests
 
 Attend = Callable[..., Any]
