@@ -89,9 +89,9 @@ def test_a_pass_that_failed_within_a_layer_is_told_when_the_cache_is_used_again(
 ):
     cache = feed(model, one_row(held))[CACHE] if held else model.build_cache()
     layer = cache.layers[index]
-    failing = (layer.store, "append") if held else (layer, "split")
-    monkeypatch.setattr(*failing, Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    failing, error = ("append", KeyboardInterrupt) if held else ("split", torch.OutOfMemoryError)
+    monkeypatch.setattr(layer.store if held else layer, failing, Mock(side_effect=error))
+    with pytest.raises(error):
         feed(model, one_row(columns), cache)
     monkeypatch.undo()
     for count in (1, columns):
